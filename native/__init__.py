@@ -1,0 +1,1 @@
+"""Kernels and providers: the implementations behind the ops, one adapter per library."""

@@ -1,0 +1,47 @@
+"""Which provider runs which op on which device: the priority lists, and the choice.
+
+The order per device is the design's provider table. The reference body of the op is always last and is not in
+the lists. Loading a provider module must stay cheap: libraries are looked for only when a call asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ascend_deep.native._provider import Choice, Provider, Refusal
+from ascend_deep.native.cpu.provider import CPU
+
+__all__ = ["PRIORITY", "choose", "fingerprint"]
+
+PRIORITY: Mapping[str, tuple[Provider, ...]] = {
+    "cpu": (CPU,),
+    "cuda": (),
+    "npu": (),
+}
+
+
+def choose(op: str, device: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
+    """The first provider of ``device`` that takes the call; ``Choice(None, …)`` means the reference body.
+
+    Args:
+        op: op name without namespace.
+        device: torch device type.
+        args, kwargs: the call's arguments, real or fake tensors.
+    """
+    refusals: list[Refusal] = []
+    for provider in PRIORITY.get(device, ()):
+        refusal = provider.refusal(op, args, kwargs)
+        if refusal is None:
+            return Choice(provider, tuple(refusals))
+        refusals.append(refusal)
+    return Choice(None, tuple(refusals))
+
+
+def fingerprint() -> str:
+    """A string that changes when the provider table changes; part of the cache key of compiled graphs."""
+    rows = []
+    for device, providers in PRIORITY.items():
+        for p in providers:
+            rows.append(f"{device}:{p.name}:{p.version}:{p.unavailable() is None}:{','.join(sorted(p.kernels))}")
+    return ";".join(rows)
