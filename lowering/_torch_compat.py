@@ -1,0 +1,21 @@
+"""Every private torch name that the project uses, in one place, with what differs between 2.11 and 2.14."""
+
+from __future__ import annotations
+
+import torch
+from torch._functorch.aot_autograd import aot_export_module
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = [
+    "TORCH",
+    "CustomGraphPass",
+    "aot_export_module",
+    "stable_topological_sort",
+    "statically_known_true",
+    "unset_fake_temporarily",
+]
+
+TORCH: tuple[int, int] = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])  # type: ignore[assignment]
