@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.aot_autograd import aot_export_module
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = [
     "TORCH",
     "CustomGraphPass",
+    "RestartAnalysis",
     "aot_export_module",
+    "cache_dir",
+    "compile_fx",
     "stable_topological_sort",
     "statically_known_true",
     "unset_fake_temporarily",

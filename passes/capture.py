@@ -1,0 +1,161 @@
+"""Capture before autograd: a Dynamo graph as functional ATen that can still be differentiated.
+
+Dynamo's graph has in-place ops, three spellings of every call and mutations whose result nobody uses. The capture
+runs ``aot_export_module(pre_dispatch=True, trace_joint=False, decompositions={})`` on the placeholders' own fake
+values: mutation becomes dataflow, spellings become ATen overloads, and ``linear``, ``softmax``, ``silu``, ``topk``
+survive because nothing is decomposed. Inputs that the model mutates (a KV cache) get a ``copy_`` at the end, so that
+the downstream compiler updates the same storage.
+
+The captured module takes the same inputs in the same order and returns the same outputs as the Dynamo graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from ascend_deep.lowering import _torch_compat
+from ascend_deep.passes.graph_view import op_name
+from ascend_deep.passes.purity import IGNORABLE
+from torch import fx
+
+__all__ = ["NotCaptured", "capture", "higher_order_bodies", "install"]
+
+_PLACEHOLDER_META_KEPT = ("example_value", "tensor_dict", "grapharg", "steal_arg", "unbacked_bindings")
+
+
+class NotCaptured(Exception):
+    """The graph cannot be captured. The message is a full sentence for the report."""
+
+
+def capture(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` (a Dynamo graph, placeholders with ``example_value``) as functional ATen before autograd.
+
+    Raises:
+        NotCaptured: there is no tensor input, or the graph holds something that cannot be functionalised before
+            autograd (a checkpointed region, an op without a fake). ``gm`` is unchanged then.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [_fake_value(n) for n in placeholders]
+    fake_mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
+    if fake_mode is None:
+        raise NotCaptured("the graph has no tensor inputs.")
+    held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
+    try:
+        with (
+            torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
+            fake_mode,
+            torch.fx.traceback.preserve_node_meta(),
+        ):
+            captured, signature = _torch_compat.aot_export_module(
+                gm, values, trace_joint=False, pre_dispatch=True, decompositions={}
+            )
+    except _torch_compat.RestartAnalysis:
+        raise
+    except Exception as error:
+        raise NotCaptured(f"capture before autograd failed: {type(error).__name__}: {_first_line(error)}") from error
+    assert isinstance(captured, fx.GraphModule)
+    _reattach_held(captured, signature, held)
+    _reattach_mutations(captured, signature)
+    _drop_checks(captured.graph)
+    new = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    if len(new) != len(placeholders):
+        raise NotCaptured(f"capture changed the number of inputs from {len(placeholders)} to {len(new)}.")
+    for old, node in zip(placeholders, new, strict=True):
+        node.meta.update({k: v for k, v in old.meta.items() if k in _PLACEHOLDER_META_KEPT or k not in node.meta})
+    captured.graph.lint()
+    captured.recompile()
+    return captured
+
+
+def install(gm: fx.GraphModule, captured: fx.GraphModule) -> None:
+    """Make ``gm`` compute what ``captured`` computes, in place, so that whoever holds ``gm`` sees the new graph."""
+    for name, child in captured.named_children():
+        setattr(gm, name, child)
+    for name, value in [*captured.named_parameters(recurse=False), *captured.named_buffers(recurse=False)]:
+        if not hasattr(gm, name):
+            gm.register_buffer(name, value, persistent=False)
+    for node in captured.graph.nodes:
+        if node.op == "get_attr" and "." not in str(node.target) and not hasattr(gm, str(node.target)):
+            setattr(gm, str(node.target), getattr(captured, str(node.target)))
+    gm.graph = captured.graph
+    gm.recompile()
+
+
+def higher_order_bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule, fx.Node]]:
+    """Sub-graphs that higher-order ops of ``gm`` run: (name of the op, body, calling node)."""
+    bodies = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for arg in node.args:
+            if isinstance(arg, fx.Node) and arg.op == "get_attr":
+                body = getattr(gm, str(arg.target), None)
+                if isinstance(body, fx.GraphModule):
+                    bodies.append((node.target.name(), body, node))
+    return bodies
+
+
+# -- details --------------------------------------------------------------------------------------------------------
+def _fake_value(node: fx.Node) -> Any:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        raise NotCaptured(f"input {node.name} has no example value.")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or repr(error)
+    return text.splitlines()[0][:300]
+
+
+def _reattach_held(captured: fx.GraphModule, signature: Any, held: Mapping[str, torch.Tensor]) -> None:
+    """Parameters and buffers that the graph module holds itself come back as attributes instead of inputs."""
+    lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in [n for n in captured.graph.nodes if n.op == "placeholder"]:
+        name = lifted.get(node.name)
+        if name is None:
+            continue
+        attribute = "held_" + name.replace(".", "_")
+        tensor = held[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            captured.register_parameter(attribute, tensor)
+        else:
+            captured.register_buffer(attribute, tensor, persistent=False)
+        with captured.graph.inserting_before(node):
+            attr = captured.graph.get_attr(attribute)
+        attr.meta = dict(node.meta)
+        node.replace_all_uses_with(attr)
+        captured.graph.erase_node(node)
+        signature.inputs_to_buffers.pop(node.name, None)
+        for mutated, buffer in list(signature.buffers_to_mutate.items()):
+            if buffer == name:
+                signature.user_inputs_to_mutate[mutated] = attr.name
+
+
+def _reattach_mutations(captured: fx.GraphModule, signature: Any) -> None:
+    """New values of mutated inputs are outputs of the export; write them back with ``copy_`` instead."""
+    mutated = dict(signature.user_inputs_to_mutate)
+    if not mutated:
+        return
+    graph = captured.graph
+    nodes = {n.name: n for n in graph.nodes}
+    output = next(n for n in graph.nodes if n.op == "output")
+    kept = []
+    with graph.inserting_before(output):
+        for value in output.args[0]:  # type: ignore[union-attr]
+            if isinstance(value, fx.Node) and value.name in mutated:
+                destination = nodes[mutated.pop(value.name)]
+                copy = graph.call_function(torch.ops.aten.copy_.default, (destination, value))
+                copy.meta.update(value.meta)
+            else:
+                kept.append(value)
+    output.args = (tuple(kept),)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Remove the metadata assertions that capture adds; no result depends on them."""
+    for node in reversed(list(graph.nodes)):
+        if op_name(node) in IGNORABLE and not node.users and "assert_tensor_metadata" in op_name(node):
+            graph.erase_node(node)
