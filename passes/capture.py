@@ -24,6 +24,8 @@ __all__ = ["NotCaptured", "capture", "higher_order_bodies", "install"]
 
 _PLACEHOLDER_META_KEPT = ("example_value", "tensor_dict", "grapharg", "steal_arg", "unbacked_bindings")
 
+_LARGEST_CONSTANT = 4096
+
 
 class NotCaptured(Exception):
     """The graph cannot be captured. The message is a full sentence for the report."""
@@ -58,12 +60,15 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     assert isinstance(captured, fx.GraphModule)
     _reattach_held(captured, signature, held)
     _reattach_mutations(captured, signature)
+    _spell_out_constants(captured, {n.removeprefix("L__self___") for n in held})
     _drop_checks(captured.graph)
     new = [n for n in captured.graph.nodes if n.op == "placeholder"]
     if len(new) != len(placeholders):
         raise NotCaptured(f"capture changed the number of inputs from {len(placeholders)} to {len(new)}.")
     for old, node in zip(placeholders, new, strict=True):
         node.meta.update({k: v for k, v in old.meta.items() if k in _PLACEHOLDER_META_KEPT or k not in node.meta})
+        if hasattr(old, "_dynamo_source"):  # where the input comes from; AOT Autograd asks for it
+            node._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
     captured.graph.lint()
     captured.recompile()
     return captured
@@ -73,12 +78,6 @@ def install(gm: fx.GraphModule, captured: fx.GraphModule) -> None:
     """Make ``gm`` compute what ``captured`` computes, in place, so that whoever holds ``gm`` sees the new graph."""
     for name, child in captured.named_children():
         setattr(gm, name, child)
-    for name, value in [*captured.named_parameters(recurse=False), *captured.named_buffers(recurse=False)]:
-        if not hasattr(gm, name):
-            gm.register_buffer(name, value, persistent=False)
-    for node in captured.graph.nodes:
-        if node.op == "get_attr" and "." not in str(node.target) and not hasattr(gm, str(node.target)):
-            setattr(gm, str(node.target), getattr(captured, str(node.target)))
     gm.graph = captured.graph
     gm.recompile()
 
@@ -113,18 +112,14 @@ def _first_line(error: Exception) -> str:
 def _reattach_held(captured: fx.GraphModule, signature: Any, held: Mapping[str, torch.Tensor]) -> None:
     """Parameters and buffers that the graph module holds itself come back as attributes instead of inputs."""
     lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    for node in [n for n in captured.graph.nodes if n.op == "placeholder"]:
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    for node in placeholders:
         name = lifted.get(node.name)
         if name is None:
             continue
-        attribute = "held_" + name.replace(".", "_")
-        tensor = held[name]
-        if isinstance(tensor, torch.nn.Parameter):
-            captured.register_parameter(attribute, tensor)
-        else:
-            captured.register_buffer(attribute, tensor, persistent=False)
-        with captured.graph.inserting_before(node):
-            attr = captured.graph.get_attr(attribute)
+        _set_nested(captured, name, held[name])
+        with captured.graph.inserting_before(placeholders[0]):
+            attr = captured.graph.get_attr(name)
         attr.meta = dict(node.meta)
         node.replace_all_uses_with(attr)
         captured.graph.erase_node(node)
@@ -152,6 +147,51 @@ def _reattach_mutations(captured: fx.GraphModule, signature: Any) -> None:
             else:
                 kept.append(value)
     output.args = (tuple(kept),)
+
+
+def _set_nested(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, torch.nn.Module())
+        module = getattr(module, parent)
+    if isinstance(tensor, torch.nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+def _spell_out_constants(captured: fx.GraphModule, held: set[str]) -> None:
+    """Literal tensors of the model (``torch.tensor(-1e30)``) become calls that make them.
+
+    Capture stores them as attributes; AOT Autograd accepts no attribute on a Dynamo graph that Dynamo did not put
+    there, and a call is also what a recogniser can read.
+    """
+    graph = captured.graph
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        if str(node.target) in held:
+            continue
+        value = getattr(captured, str(node.target), None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.numel() > _LARGEST_CONSTANT:
+            raise NotCaptured(f"the model builds a constant of {value.numel()} elements while it runs.")
+        device = value.device
+        with graph.inserting_before(node), torch.no_grad():
+            if value.dim() == 0:
+                target: Any = torch.ops.aten.scalar_tensor.default
+                new = graph.call_function(target, (value.item(),), {"dtype": value.dtype, "device": device})
+            else:
+                new = graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": device})
+        new.meta = dict(node.meta)
+        for user in list(node.users):
+            if op_name(user) in ("aten.lift_fresh_copy", "aten.lift_fresh"):
+                new.meta.update(user.meta)
+                user.replace_all_uses_with(new)
+                graph.erase_node(user)
+        if node.users:
+            node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def _drop_checks(graph: fx.Graph) -> None:

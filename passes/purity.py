@@ -46,7 +46,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if target is operator.getitem:
+    if target in (operator.getitem, torch.tensor):
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False
