@@ -1,1 +1,73 @@
-"""The ops of ascend_deep, one family per file, and the table that registers them."""
+"""The ops of ascend_deep, one family per file, and the table that registers them.
+
+``ascend_deep.ops.<name>(...)`` are typed wrappers of ``torch.ops.ascend_deep.<name>`` with defaults for the attributes;
+the ops themselves have none. Importing this package registers the ops with ``torch.library`` and does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ascend_deep.ops._op import NAMESPACE, OpDef, Sample, Tolerance, provider, register, strict
+from ascend_deep.ops.activations import ACTIVATIONS
+from ascend_deep.ops.moe_experts import MOE_EXPERTS, moe_experts
+from ascend_deep.ops.moe_experts_backward import MOE_EXPERTS_BACKWARD, moe_experts_backward
+from ascend_deep.ops.moe_permute import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_PERMUTE, moe_combine, moe_permute
+from ascend_deep.ops.moe_route import MOE_ROUTE, moe_route
+from ascend_deep.ops.swiglu import SWIGLU, swiglu
+
+__all__ = [
+    "ACTIVATIONS",
+    "NAMESPACE",
+    "OPS",
+    "OpDef",
+    "Sample",
+    "Tolerance",
+    "moe_combine",
+    "moe_experts",
+    "moe_experts_backward",
+    "moe_permute",
+    "moe_route",
+    "op",
+    "provider",
+    "reference",
+    "strict",
+    "swiglu",
+]
+
+OPS: Mapping[str, OpDef] = {
+    definition.name: definition
+    for definition in (
+        MOE_ROUTE,
+        MOE_PERMUTE,
+        MOE_COMBINE,
+        MOE_COMBINE_BACKWARD,
+        SWIGLU,
+        MOE_EXPERTS,
+        MOE_EXPERTS_BACKWARD,
+    )
+}
+
+for _definition in OPS.values():
+    register(_definition)
+
+
+def op(name: str) -> OpDef:
+    """The definition of an op: schema, reference, tolerance, samples; ``op(name).overload`` is the torch op.
+
+    Raises:
+        KeyError: no op of that name; the message lists the ops.
+    """
+    if name not in OPS:
+        raise KeyError(f"ascend_deep has no op {name!r}; the ops are {', '.join(OPS)}.")
+    return OPS[name]
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """The plain torch body that defines an op. It takes the arguments of the schema and checks none of them.
+
+    Raises:
+        KeyError: no op of that name.
+    """
+    return op(name).reference

@@ -4,6 +4,8 @@ Each op family file holds ``OpDef`` values; ``ops/__init__.py`` lists them in on
 ``torch.library`` under the namespace ``ascend_deep``. An op consists of
 
 * a schema without default values (an op with a ``Tensor[]`` input and any default breaks ``register_autograd``),
+* a check of its arguments that names what is wrong in one sentence; sizes go through ``torch._check_value``, so
+  symbolic sizes are asserted and never branched on,
 * a reference body in plain torch: the definition of the op,
 * a fake (shapes, dtypes and strides only, symbolic sizes allowed),
 * a backward, or a sentence that says why there is none: an op without a backward raises, because torch would
@@ -13,24 +15,33 @@ Each op family file holds ``OpDef`` values; ``ops/__init__.py`` lists them in on
 * a generator of sample inputs that includes the edge cases.
 
 At run time the op asks the provider table for an implementation and falls back to the reference body.
+``strict()`` turns that fall into an error.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ascend_deep.native import table
+from ascend_deep.native._provider import Choice
 
-__all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "register"]
+__all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "provider", "register", "strict"]
 
 NAMESPACE = "ascend_deep"
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
 
-# One Library object per process keeps the registrations alive.
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# importlib.reload runs this file again in the same globals. The library and the table must survive that: dropping
+# a Library object removes its kernels, and defining an op twice is an error.
+_LIBRARY: torch.library.Library = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")
+_REGISTERED: dict[str, OpDef] = globals().get("_REGISTERED", {})
+_STRICT: ContextVar[bool] = globals().get("_STRICT") or ContextVar("ascend_deep_strict", default=False)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class OpDef:
-    """Everything there is to know about one op; see the module docstring."""
+    """Everything there is to know about one op; see the module docstring.
+
+    Attributes:
+        name: without namespace.
+        schema: from the opening parenthesis on.
+        check: raises ``ValueError`` (sizes, names) or ``TypeError`` (dtypes, devices) with one clear sentence;
+            takes the op's arguments and must work on fake tensors.
+        reference: the definition, on real tensors that passed ``check``.
+        fake: same arguments, on fake tensors that passed ``check``.
+        tolerance: by dtype of the leading input.
+        samples: the input generator, CPU tensors, seeded.
+        setup_context, backward: as ``torch.library.register_autograd`` takes them.
+        no_backward: the reason, if there is no ``backward``.
+        autocast: ``(args, kwargs, dtype) -> (args, kwargs)``, the casts that eager PyTorch makes under autocast;
+            ``None`` means that none are made. Either way autocast is off inside the op.
+        debug: checks of values, run before the kernel if the environment has ASCEND_DEEP_DEBUG=1.
+        differentiable: names of the arguments that get gradients.
+    """
 
     name: str
     schema: str
@@ -61,10 +89,12 @@ class OpDef:
     fake: Callable[..., Any]
     tolerance: Mapping[torch.dtype, Tolerance]
     samples: Callable[[], Iterator[Sample]]
+    check: Callable[..., None]
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
     no_backward: str = ""
-    autocast: Callable[..., Any] | None = None
+    autocast: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    debug: Callable[..., None] | None = None
     differentiable: tuple[str, ...] = ()
 
     @property
@@ -73,26 +103,112 @@ class OpDef:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Within this context a call that no provider takes raises ``RuntimeError`` and names every refusal.
+
+    It applies to the current thread or task, to eager calls and to compiled graphs when they run (not when they are
+    compiled). A backward that the autograd engine runs on a device thread of its own (CUDA, NPU) does not see it.
+    """
+    token = _STRICT.set(enabled)
+    try:
+        yield
+    finally:
+        _STRICT.reset(token)
+
+
+def provider(name: str, device: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
+    """Who would run op ``name`` on ``device`` with these arguments (real or fake tensors), and who refuses, and why.
+
+    Raises:
+        KeyError: no op of that name.
+    """
+    if name not in _REGISTERED:
+        raise KeyError(f"ascend_deep has no op {name!r}; the ops are {', '.join(sorted(_REGISTERED))}.")
+    return table.choose(name, device, args, kwargs)
+
+
+def _refuse_reference(name: str, device: str, choice: Choice) -> RuntimeError:
+    why = "; ".join(str(refusal) for refusal in choice.refusals) or f"no provider is listed for device {device!r}."
+    return RuntimeError(f"strict: no provider takes this call of {NAMESPACE}::{name} on {device}: {why}")
+
+
 def register(op: OpDef) -> None:
-    """Register ``op`` with ``torch.library``: definition, kernel, fake, autograd and autocast."""
-    _LIBRARY.define(f"{op.name}{op.schema}")
-    qualified = f"{NAMESPACE}::{op.name}"
+    """Register ``op`` with ``torch.library``: definition, kernel, fake, autograd and autocast. Once per process.
+
+    Registering the same name again (after ``importlib.reload``) replaces what the op does but not its schema.
+    """
+    known = op.name in _REGISTERED or hasattr(getattr(torch.ops, NAMESPACE), op.name)
+    _REGISTERED[op.name] = op
+    if known:
+        return
+    name = op.name
+    qualified = f"{NAMESPACE}::{name}"
+    _LIBRARY.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+
+    # Both names are held by the closures that the dispatcher keeps for ever, and so is the library.
+    table_of_ops, library = _REGISTERED, _LIBRARY
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
-        choice = table.choose(op.name, device, args, kwargs)
-        if choice.provider is None:
-            return op.reference(*args, **kwargs)
-        return choice.provider.kernels[op.name](*args, **kwargs)
+        definition = table_of_ops[name]
+        definition.check(*args, **kwargs)
+        if definition.debug is not None and os.environ.get("ASCEND_DEEP_DEBUG") == "1":
+            definition.debug(*args, **kwargs)
+        device = args[0].device.type
+        choice = table.choose(name, device, args, kwargs)
+        if choice.provider is not None:
+            return choice.provider.kernels[name](*args, **kwargs)
+        if _STRICT.get():
+            raise _refuse_reference(name, device, choice)
+        return definition.reference(*args, **kwargs)
 
-    _LIBRARY.impl(op.name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, op.fake, lib=_LIBRARY)
-    if op.backward is not None:
-        torch.library.register_autograd(qualified, op.backward, setup_context=op.setup_context, lib=_LIBRARY)
-    else:
-        reason = op.no_backward
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        definition = table_of_ops[name]
+        definition.check(*args, **kwargs)
+        return definition.fake(*args, **kwargs)
 
-        def refuse(ctx: Any, *grads: Any) -> Any:
-            raise RuntimeError(f"{NAMESPACE}::{op.name} has no backward: {reason}")
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        setup = table_of_ops[name].setup_context
+        if setup is not None:
+            setup(ctx, inputs, keyword_only_inputs, output)
 
-        torch.library.register_autograd(qualified, refuse, lib=_LIBRARY)
+    def positional_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, {}, output)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        definition = table_of_ops[name]
+        if definition.backward is None:
+            raise RuntimeError(f"{qualified} has no backward: {definition.no_backward}")
+        return definition.backward(ctx, *grads)
+
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=library)
+    has_keywords = any(argument.kwarg_only for argument in op.overload._schema.arguments)
+    torch.library.register_autograd(
+        qualified,
+        backward,
+        setup_context=setup_context if has_keywords else positional_setup_context,
+        lib=library,
+    )
+    for key in _AUTOCAST_KEYS:
+        library.impl(name, _autocast_kernel(name, key), key)
+
+
+def _autocast_kernel(name: str, key: str) -> Callable[..., Any]:
+    """The op under autocast: our casts, then the op with autocast off, as ``torch.library.register_autocast`` does.
+
+    That function itself does not take keyword arguments and casts every floating tensor, routing weights included.
+    Without a kernel here the matmuls inside a reference body would be cast once more, one by one.
+    """
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    table_of_ops = _REGISTERED
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        definition = table_of_ops[name]
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            if definition.autocast is not None:
+                dtype = torch.get_autocast_dtype(args[0].device.type)
+                args, kwargs = definition.autocast(args, kwargs, dtype)
+            return definition.overload(*args, **kwargs)
+
+    return kernel
