@@ -1,1 +1,56 @@
-"""torch.compile backend."""
+"""ascend_deep: a torch.compile backend that fuses MoE, GEMM and indexer blocks of unmodified models.
+
+    model = torch.compile(model, backend="ascend_deep")
+
+The names below load on first use; importing this package changes nothing in torch or transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ascend_deep import ops, testing
+    from ascend_deep.explain import explain
+    from ascend_deep.options import Options, OptionsError
+    from ascend_deep.prepare import Prepared, prepare
+    from ascend_deep.report import Report, last_report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Options",
+    "OptionsError",
+    "Prepared",
+    "Report",
+    "explain",
+    "last_report",
+    "ops",
+    "prepare",
+    "testing",
+]
+
+_HOME = {
+    "Options": "options",
+    "OptionsError": "options",
+    "Prepared": "prepare",
+    "Report": "report",
+    "explain": "explain",
+    "last_report": "report",
+    "prepare": "prepare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ops", "testing"):
+        return importlib.import_module(f"ascend_deep.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"ascend_deep.{_HOME[name]}"), name)
+        globals()[name] = value  # a function wins over the submodule of the same name
+        return value
+    raise AttributeError(f"module 'ascend_deep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
+
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.purity import IGNORABLE
-from torch import fx
 
 __all__ = ["NotCaptured", "capture", "higher_order_bodies", "install"]
 

@@ -89,7 +89,8 @@ class GraphView:
         return ValueTable(self)
 
     # -- origin -------------------------------------------------------------------------------------------------
-    def module(self, node: fx.Node) -> str:
+    @staticmethod
+    def module(node: fx.Node) -> str:
         """Path of the innermost module that ran ``node``, e.g. ``"model.layers.0.mlp.experts"``; ``""`` if unknown."""
         stack = node.meta.get("nn_module_stack") or {}
         path = ""
@@ -97,7 +98,8 @@ class GraphView:
             path = str(entry[0])
         return clean_module_path(path)
 
-    def source(self, node: fx.Node) -> str:
+    @staticmethod
+    def source(node: fx.Node) -> str:
         """``file.py:line`` of the innermost Python frame outside torch that ran ``node``; ``""`` if unknown."""
         trace = node.meta.get("stack_trace") or ""
         frames = re.findall(r'File "([^"]+)", line (\d+)', trace)

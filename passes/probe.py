@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import fx
+
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes._types import Probe, Recogniser, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.region import Region
-from torch import fx
 
 __all__ = ["Comparison", "compare", "isolated", "replacement"]
 

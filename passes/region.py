@@ -19,10 +19,11 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
+
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.purity import is_pure
-from torch import fx
 
 __all__ = ["Dims", "Program", "Ref", "Region", "Size", "slice_region"]
 
@@ -80,6 +81,10 @@ class Dims:
             substituted = value.subs({s: self.symbols[str(s)] for s in value.free_symbols})
             return int(substituted)
         return self.literals.get(value, value)
+
+    def size_of_text(self, expr: str) -> int:
+        """The size of an expression in text form, e.g. ``"2*s33*s50"``."""
+        return self.size(sympy.sympify(expr, locals=_Symbols(expr)))
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape that ``node`` has at these sizes."""
@@ -143,9 +148,8 @@ class Region:
         """Every number literal of the region that is not a size, in graph order, without duplicates."""
         found: dict[float, None] = {}
         for step in self.program.steps:
-            skip = _SIZE_ARGS.get(step.name, ())
             for i, arg in enumerate(step.args):
-                if i not in skip:
+                if i not in step.sizes:
                     _numbers(arg, found)
             _numbers(list(step.kwargs.values()), found)
         return tuple(found)
@@ -206,6 +210,11 @@ class Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Positions of arguments that are sizes."""
+        return _SIZE_ARGS.get(self.name, ())
+
 
 @dataclass(frozen=True)
 class Program:
@@ -246,7 +255,7 @@ class Program:
             if isinstance(a, Ref):
                 return inputs[-1 - a.index] if a.index < 0 else env[a.index]
             if isinstance(a, Size):
-                return dims.size(sympy.sympify(a.expr, locals=_Symbols(a.expr)))
+                return dims.size_of_text(a.expr)
             if isinstance(a, (list, tuple)):
                 return type(a)(decode(x, resize) for x in a)
             if resize and isinstance(a, int) and not isinstance(a, bool):
@@ -254,8 +263,7 @@ class Program:
             return a
 
         for step in self.steps:
-            sizes = _SIZE_ARGS.get(step.name, ())
-            args = [decode(a, i in sizes) for i, a in enumerate(step.args)]
+            args = [decode(a, i in step.sizes) for i, a in enumerate(step.args)]
             kwargs = {k: decode(v, False) for k, v in step.kwargs.items()}
             env.append(step.target(*args, **kwargs))
         return tuple(inputs[-1 - r] if r < 0 else env[r] for r in self.results)

@@ -1,0 +1,99 @@
+"""Options of the backend: ``torch.compile(model, backend="ascend_deep", options={...})``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ascend_deep.passes.catalogue import NAMES
+
+__all__ = ["DOWNSTREAMS", "TARGETS", "VERIFY", "Options", "OptionsError"]
+
+DOWNSTREAMS = ("auto", "inductor", "aot_eager", "eager", "npu", "npugraph_ex")
+TARGETS = ("auto", "cpu", "cuda", "ascend950", "ascend910b")
+VERIFY = ("probe", "shadow", "off")
+
+
+class OptionsError(ValueError):
+    """An option is unknown or has a value that is not accepted; the message names it and lists what is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the backend should do. Build it from a mapping with ``Options.parse``.
+
+    Attributes:
+        downstream: who compiles the rewritten graph. ``"auto"``: Inductor on CPU and CUDA, ``"npu"`` on NPUs.
+        target: plan for this hardware (limits, providers, report); ``"auto"``: the device the model is on.
+        enable: recognisers to use; empty: all.
+        disable: recognisers not to use.
+        verify: ``"probe"``: run region and replacement on probe inputs before a rewrite; ``"shadow"``: also run
+            both on the real inputs at run time and fall back to the original where they differ; ``"off"``: trust
+            the recognisers (they still solve by running).
+        strict: an op that would fall to its reference body is an error instead of a slower run.
+        report: path that the report is written to after each compile, ``.json`` or ``.html``; ``""``: nowhere.
+        inductor: Inductor options that are passed on, as ``torch.compile(options=...)`` takes them.
+    """
+
+    downstream: str = "auto"
+    target: str = "auto"
+    enable: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    verify: str = "probe"
+    strict: bool = False
+    report: str = ""
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("downstream", self.downstream, DOWNSTREAMS)
+        _one_of("target", self.target, TARGETS)
+        _one_of("verify", self.verify, VERIFY)
+        for name in ("enable", "disable"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise OptionsError(f"option {name!r} is {value!r}; it takes a list of recogniser names.")
+            object.__setattr__(self, name, tuple(value))
+            for recogniser in getattr(self, name):
+                _one_of(name, recogniser, NAMES, what="recogniser")
+        both = sorted(set(self.enable) & set(self.disable))
+        if both:
+            raise OptionsError(f"recogniser {both[0]!r} is both enabled and disabled.")
+        if not isinstance(self.strict, bool):
+            raise OptionsError(f"option 'strict' is {self.strict!r}; it takes True or False.")
+        if not isinstance(self.report, str):
+            object.__setattr__(self, "report", str(self.report))
+        if self.report and not self.report.endswith((".json", ".html")):
+            raise OptionsError(f"option 'report' is {self.report!r}; it takes a path ending in .json or .html.")
+        if not isinstance(self.inductor, Mapping):
+            raise OptionsError(f"option 'inductor' is {self.inductor!r}; it takes a dictionary of Inductor options.")
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | Options | None) -> Options:
+        """``Options`` from the mapping a user wrote. Unknown names raise, with the list of valid ones."""
+        if isinstance(options, Options):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionsError(f"options is {type(options).__name__}; it takes a dictionary or ascend_deep.Options.")
+        valid = [f.name for f in dataclasses.fields(Options)]
+        for name in options or {}:
+            if name not in valid:
+                close = difflib.get_close_matches(str(name), valid, n=1)
+                guess = f" Did you mean {close[0]!r}?" if close else ""
+                raise OptionsError(f"unknown option {name!r}; valid options are {', '.join(valid)}.{guess}")
+        return Options(**(options or {}))
+
+    def recognisers(self) -> tuple[str, ...]:
+        """Names of the recognisers in use, in the order in which they run."""
+        return tuple(n for n in NAMES if (not self.enable or n in self.enable) and n not in self.disable)
+
+    def key(self) -> str:
+        """Part of the cache key: every option that changes the compiled graph."""
+        return repr((self.target, self.recognisers(), self.verify, self.strict, sorted(self.inductor.items())))
+
+
+def _one_of(name: str, value: Any, accepted: tuple[str, ...], what: str = "value") -> None:
+    if value not in accepted:
+        raise OptionsError(f"option {name!r} names the {what} {value!r}; accepted are {', '.join(accepted)}.")

@@ -1,0 +1,285 @@
+"""From a Dynamo graph to the rewritten graph: gate, capture, recognise, prove, rewrite.
+
+One ``Pipeline`` belongs to one set of options. ``run`` changes the graph module in place (or leaves it exactly as it
+was) and returns what happened. Equal regions, such as the experts of 64 layers, are solved and probed once per
+process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import metadata
+
+import torch
+from torch import fx
+
+from ascend_deep import ops
+from ascend_deep.passes import catalogue, certificates, gates, rewrite
+from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
+from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
+from ascend_deep.passes.graph_view import GraphView, op_name
+from ascend_deep.passes.probe import isolated
+from ascend_deep.passes.region import Region
+from ascend_deep.passes.replay import describe
+
+__all__ = ["Pipeline", "StrictError", "versions"]
+
+# (fingerprint, autocast) -> what was decided about a region. Bounded by the number of distinct regions of a process.
+_DECIDED: dict[tuple[str, str], tuple[Solution, gates.Proof | None] | Refusal] = {}
+
+
+class StrictError(RuntimeError):
+    """``strict=True`` and an op would run its reference body."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A region that passed every gate but has not been rewritten yet."""
+
+    recogniser: Recogniser
+    region: Region
+    solution: Solution
+    proof: gates.Proof | None
+
+
+@dataclass
+class Pipeline:
+    """Recognisers and how strictly to check them.
+
+    Args:
+        recognisers: names, see ``catalogue.NAMES``.
+        verify: ``"probe"``, ``"shadow"`` or ``"off"``.
+        device: device type to choose providers for, ``""``: the device of the model.
+        strict: raise ``StrictError`` if an op has no provider but its reference.
+    """
+
+    recognisers: Sequence[str]
+    verify: str = "probe"
+    device: str = ""
+    strict: bool = False
+    _timings: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def _loaded(self) -> list[Recogniser]:
+        return catalogue.load(self.recognisers)
+
+    def run(self, gm: fx.GraphModule) -> Outcome:
+        """Rewrite ``gm`` in place. Returns matches, misses, certificates and the seconds per stage."""
+        self._timings = Counter()
+        if not _has_candidates(gm):
+            return Outcome(untouched="the graph has no op that a recogniser looks for.")
+        bodies = higher_order_bodies(gm)
+        if bodies:
+            return self._run_bodies(gm, bodies)
+        try:
+            with self._timed("capture"):
+                captured = capture(gm)
+        except NotCaptured as reason:
+            return Outcome(untouched=str(reason), timings=dict(self._timings))
+        outcome = self._rewrite(captured)
+        if outcome.matches:
+            install(gm, captured)
+        return replace(outcome, timings=dict(self._timings))
+
+    # -- stages -------------------------------------------------------------------------------------------------
+    def _run_bodies(self, gm: fx.GraphModule, bodies: Sequence[tuple[str, fx.GraphModule, fx.Node]]) -> Outcome:
+        """A graph with higher-order ops cannot be captured whole: rewrite each body, leave the surroundings."""
+        parts: list[Outcome] = []
+        for name, body, caller in bodies:
+            if name != "tag_activation_checkpoint":
+                parts.append(Outcome(misses=(_body_miss(name, caller, f"the body of {name} is not rewritten."),)))
+                continue
+            rewrite.give_example_values(body, caller)
+            part = Pipeline(self.recognisers, self.verify, self.device, self.strict).run(body)
+            if part.untouched:
+                reason = f"a checkpointed region is left as it is: {part.untouched}"
+                part = replace(part, misses=(*part.misses, _body_miss(name, caller, reason)), untouched="")
+            parts.append(part)
+            self._timings.update(part.timings)
+        gm.recompile()
+        return Outcome(
+            matches=tuple(m for p in parts for m in p.matches),
+            misses=tuple(m for p in parts for m in p.misses),
+            certificates=tuple(c for p in parts for c in p.certificates),
+            timings=dict(self._timings),
+        )
+
+    def _rewrite(self, captured: fx.GraphModule) -> Outcome:
+        matches: list[Match] = []
+        misses: list[Miss] = []
+        issued: dict[str, Certificate] = {}
+        for recogniser in self._loaded:
+            with self._timed("recognise"):
+                view = GraphView(captured.graph)
+                accepted, refused = self._examine(recogniser, view)
+            misses.extend(_miss(recogniser, anchor, refusal) for anchor, refusal in refused)
+            replaced: dict[fx.Node, fx.Node] = {}
+            for item in accepted:
+                with self._timed("rewrite"):
+                    result = rewrite.apply(item.recogniser, item.region, item.solution, replaced, self._shadow(item))
+                if isinstance(result, Refusal):
+                    misses.append(_miss(recogniser, item.region.outputs[0], result))
+                    continue
+                certificate = self._certificate(item)
+                issued[certificate.key] = certificate
+                matches.append(self._match(item, result, certificate.key))
+        if matches:
+            with self._timed("rewrite"):
+                rewrite.tidy(captured)
+        for certificate in issued.values():
+            certificates.save(certificate)
+        return Outcome(
+            matches=tuple(matches),
+            misses=tuple(misses),
+            certificates=tuple(issued.values()),
+            unclaimed=_unclaimed(captured.graph),
+        )
+
+    def _examine(self, recogniser: Recogniser, view: GraphView) -> tuple[list[Accepted], list[tuple[fx.Node, Refusal]]]:
+        """Every anchor: the first region that passes all gates, or the refusal of the largest one."""
+        accepted: list[Accepted] = []
+        refused: list[tuple[fx.Node, Refusal]] = []
+        taken: set[fx.Node] = set()
+        for anchor in recogniser.find(view):
+            if anchor in taken:
+                continue
+            regions = recogniser.cut(view, anchor)
+            if isinstance(regions, Refusal):
+                refused.append((anchor, regions))
+                continue
+            first: Refusal | None = None
+            for region in regions:
+                if not taken.isdisjoint(region.outputs):
+                    continue
+                decision = self._decide(recogniser, region)
+                if isinstance(decision, Refusal):
+                    first = first or decision
+                    continue
+                accepted.append(Accepted(recogniser, region, *decision))
+                taken.update(region.nodes)
+                break
+            else:
+                if first is not None:
+                    refused.append((anchor, first))
+        return accepted, refused
+
+    def _decide(self, recogniser: Recogniser, region: Region) -> tuple[Solution, gates.Proof | None] | Refusal:
+        autocast = _autocast(region)
+        key = (f"{region.fingerprint()}:{self.verify != 'off'}", str(autocast))
+        if key not in _DECIDED:
+            with isolated(autocast):
+                with self._timed("solve"):
+                    solution = recogniser.solve(region)
+                if isinstance(solution, Refusal):
+                    _DECIDED[key] = replace(solution, node=None)
+                elif self.verify == "off":
+                    _DECIDED[key] = (solution, None)
+                else:
+                    with self._timed("probe"):
+                        proof = gates.prove(recogniser, region, solution)
+                    _DECIDED[key] = replace(proof, node=None) if isinstance(proof, Refusal) else (solution, proof)
+        return _DECIDED[key]
+
+    # -- results ------------------------------------------------------------------------------------------------
+    def _shadow(self, item: Accepted) -> gates.Proof | None:
+        return item.proof if self.verify == "shadow" else None
+
+    def _match(self, item: Accepted, call: fx.Node, certificate: str) -> Match:
+        view, anchor = item.region.view, item.region.outputs[-1]
+        choice = rewrite.provider_of(item.solution.op, call, self.device)
+        if self.strict and choice.provider is None:
+            why = "; ".join(map(str, choice.refusals)) or "there is no provider for this device."
+            raise StrictError(f"strict=True and {item.solution.op} would run its reference body: {why}")
+        return Match(
+            recogniser=item.recogniser.name,
+            op=item.solution.op,
+            count=1,
+            module=view.module(anchor),
+            source=view.source(anchor),
+            provider=choice.name,
+            max_error=item.proof.max_error if item.proof else float("nan"),
+            certificate=certificate,
+            spec=item.solution.describe(),
+            outside_users=len(item.region.outside_users),
+            notes=item.solution.notes,
+            provider_refusals=tuple(map(str, choice.refusals)),
+        )
+
+    def _certificate(self, item: Accepted) -> Certificate:
+        proof = item.proof
+        found = versions()
+        return Certificate(
+            key=certificates.key_of(item.region.fingerprint(), item.solution, found),
+            recogniser=item.recogniser.name,
+            op=item.solution.op,
+            attrs=item.solution.attrs,
+            seeds=proof.seeds if proof else (),
+            cases=proof.cases if proof else (),
+            max_error=proof.max_error if proof else float("nan"),
+            tolerance={"rtol": proof.rtol, "atol": proof.atol, "reason": proof.reason} if proof else {},
+            verify=self.verify,
+            program=describe(item.recogniser, item.region, item.solution),
+            versions=found,
+        )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timings[stage] += time.perf_counter() - start
+
+
+def versions() -> Mapping[str, str]:
+    """What a certificate was made with: package, torch, and a hash of every op's schema."""
+    schemas = hashlib.sha256("".join(op.name + op.schema for op in ops.OPS.values()).encode()).hexdigest()[:8]
+    return {"ascend_deep": metadata.version("ascend-deep"), "torch": torch.__version__, "ops": schemas}
+
+
+# Ops that do most of a model's work.
+_HEAVY = frozenset(
+    {
+        "aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.matmul", "aten.einsum", "aten._grouped_mm",
+        "aten.scaled_dot_product_attention", "aten.convolution", "transformers.grouped_mm_fallback",
+    }
+)  # fmt: skip
+
+
+# -- details --------------------------------------------------------------------------------------------------------
+def _has_candidates(gm: fx.GraphModule) -> bool:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                name = node.target if isinstance(node.target, str) else op_name(node).rsplit(".", 1)[-1]
+                if node.op in ("call_function", "call_method") and name in catalogue.TRIGGERS:
+                    return True
+    return False
+
+
+def _autocast(region: Region) -> torch.dtype | None:
+    device = region.outputs[0].meta["val"].device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _miss(recogniser: Recogniser, anchor: fx.Node, refusal: Refusal) -> Miss:
+    return Miss(recogniser.name, GraphView.module(anchor), GraphView.source(anchor), refusal.reason, refusal.hint)
+
+
+def _body_miss(name: str, caller: fx.Node, reason: str) -> Miss:
+    return Miss("capture", GraphView.module(caller), GraphView.source(caller), reason)
+
+
+def _unclaimed(graph: fx.Graph) -> dict[str, int]:
+    """Compute ops that stay ATen, counted per module: the parts that no recogniser claims."""
+    counted: Counter[str] = Counter()
+    for node in graph.nodes:
+        if op_name(node) in _HEAVY:
+            counted[GraphView.module(node)] += 1
+    return dict(counted)
