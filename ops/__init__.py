@@ -11,10 +11,12 @@ from typing import Any
 
 from ascend_deep.ops._op import NAMESPACE, OpDef, Sample, Tolerance, provider, register, strict
 from ascend_deep.ops.activations import ACTIVATIONS
+from ascend_deep.ops.moe_combine import MOE_COMBINE, MOE_COMBINE_BACKWARD, moe_combine
 from ascend_deep.ops.moe_experts import MOE_EXPERTS, moe_experts
 from ascend_deep.ops.moe_experts_backward import MOE_EXPERTS_BACKWARD, moe_experts_backward
-from ascend_deep.ops.moe_permute import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_PERMUTE, moe_combine, moe_permute
+from ascend_deep.ops.moe_permute import MOE_PERMUTE, moe_permute
 from ascend_deep.ops.moe_route import MOE_ROUTE, moe_route
+from ascend_deep.ops.shadow import register_shadow
 from ascend_deep.ops.swiglu import SWIGLU, swiglu
 
 __all__ = [
@@ -51,6 +53,7 @@ OPS: Mapping[str, OpDef] = {
 
 for _definition in OPS.values():
     register(_definition)
+register_shadow()
 
 
 def op(name: str) -> OpDef:
