@@ -45,7 +45,7 @@ def rank(op: str, argument: str, tensor: torch.Tensor, shape: str, dims: int) ->
 
 def size(op: str, what: str, found: Any, wanted: Any, source: str) -> None:
     """Two sizes, possibly symbolic, must be equal: ``found`` (described by ``what``), ``wanted`` (by ``source``)."""
-    if found is wanted:
+    if found is wanted or (type(found) is int and type(wanted) is int and found == wanted):
         return
     torch._check_value(found == wanted, lambda: f"{op}: {what} is {found}, but {source} is {wanted}.")
 

@@ -31,11 +31,11 @@ import torch
 
 from ascend_deep.native import table
 from ascend_deep.native._provider import Choice
+from ascend_deep.ops._dispatch import AUTOCAST_KEYS, autocast_kernel, autograd_kernel
 
 __all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "provider", "register", "strict"]
 
 NAMESPACE = "ascend_deep"
-_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
 
 # importlib.reload runs this file again in the same globals. The library and the table must survive that: dropping
 # a Library object removes its kernels, and defining an op twice is an error.
@@ -184,31 +184,7 @@ def register(op: OpDef) -> None:
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=library)
     has_keywords = any(argument.kwarg_only for argument in op.overload._schema.arguments)
-    torch.library.register_autograd(
-        qualified,
-        backward,
-        setup_context=setup_context if has_keywords else positional_setup_context,
-        lib=library,
-    )
-    for key in _AUTOCAST_KEYS:
-        library.impl(name, _autocast_kernel(name, key), key)
-
-
-def _autocast_kernel(name: str, key: str) -> Callable[..., Any]:
-    """The op under autocast: our casts, then the op with autocast off, as ``torch.library.register_autocast`` does.
-
-    That function itself does not take keyword arguments and casts every floating tensor, routing weights included.
-    Without a kernel here the matmuls inside a reference body would be cast once more, one by one.
-    """
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    table_of_ops = _REGISTERED
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        definition = table_of_ops[name]
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            if definition.autocast is not None:
-                dtype = torch.get_autocast_dtype(args[0].device.type)
-                args, kwargs = definition.autocast(args, kwargs, dtype)
-            return definition.overload(*args, **kwargs)
-
-    return kernel
+    setup = setup_context if has_keywords else positional_setup_context
+    library.impl(name, autograd_kernel(op.overload, kernel, backward, setup), "Autograd", with_keyset=True)
+    for key in AUTOCAST_KEYS:
+        library.impl(name, autocast_kernel(op.overload, lambda: table_of_ops[name].autocast, key), key)

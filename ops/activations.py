@@ -160,8 +160,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 def check_activation(op: str, act: str, alpha: float, limit: float | None, gated: bool = True) -> None:
     """``ValueError`` with one sentence unless the activation is in the table and its scalars are all used."""
-    _check.choice(op, "act", act, ACTIVATIONS)
-    activation = ACTIVATIONS[act]
+    activation = ACTIVATIONS.get(act)
+    if activation is None:
+        _check.choice(op, "act", act, ACTIVATIONS)
+        return
     if alpha != 1.0 and not activation.uses_alpha:
         raise ValueError(f"{op}: alpha is {alpha}, but act {act!r} does not use it; it must be 1.0 there.")
     if limit is not None and not limit > 0:

@@ -112,26 +112,38 @@ def check_experts(
     interleaved: bool,
     weight_layout: str,
 ) -> None:
-    """The argument checks that forward and backward share."""
-    _check.choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    _check.dtypes(op, "x", x, _check.FLOATING)
-    _check.dtypes(op, "idx", idx, _check.INDEX)
-    _check.dtypes(op, "weights", weights, (torch.float32, x.dtype))
-    _check.rank(op, "x", x, "[T, H]", 2)
-    _check.rank(op, "idx", idx, "[T, K]", 2)
-    _check.rank(op, "weights", weights, "[T, K]", 2)
+    """The argument checks that forward and backward share. They run on every call: tests first, sentences after."""
+    if weight_layout not in WEIGHT_LAYOUTS:
+        _check.choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    dtype = x.dtype
+    if dtype not in _check.FLOATING:
+        _check.dtypes(op, "x", x, _check.FLOATING)
+    if idx.dtype not in _check.INDEX:
+        _check.dtypes(op, "idx", idx, _check.INDEX)
+    if weights.dtype not in (torch.float32, dtype):
+        _check.dtypes(op, "weights", weights, (torch.float32, dtype))
     enk = weight_layout == "enk"
-    _check.rank(op, "w13", w13, "[E, N, H]" if enk else "[E, H, N]", 3)
-    _check.rank(op, "w2", w2, "[E, H, I]" if enk else "[E, I, H]", 3)
-    experts, hidden = w13.shape[0], x.shape[1]
+    x_shape, idx_shape, weights_shape, w13_shape, w2_shape = x.shape, idx.shape, weights.shape, w13.shape, w2.shape
+    if not (len(x_shape) == len(idx_shape) == len(weights_shape) == 2 and len(w13_shape) == len(w2_shape) == 3):
+        _check.rank(op, "x", x, "[T, H]", 2)
+        _check.rank(op, "idx", idx, "[T, K]", 2)
+        _check.rank(op, "weights", weights, "[T, K]", 2)
+        _check.rank(op, "w13", w13, "[E, N, H]" if enk else "[E, H, N]", 3)
+        _check.rank(op, "w2", w2, "[E, H, I]" if enk else "[E, I, H]", 3)
+    tokens, hidden = x_shape
+    experts = w13_shape[0]
     n_dim, h_dim = (1, 2) if enk else (2, 1)
-    n, i = w13.shape[n_dim], w2.shape[h_dim]
-    _check.size(op, "the number of rows of idx", idx.shape[0], x.shape[0], "the number of tokens of x")
-    _check.size(op, "the number of rows of weights", weights.shape[0], x.shape[0], "the number of tokens of x")
-    _check.size(op, "the number of columns of weights", weights.shape[1], idx.shape[1], "that of idx")
-    _check.size(op, "the number of experts of w2", w2.shape[0], experts, "that of w13")
-    _check.size(op, f"H of w13 (size {h_dim}, layout {weight_layout})", w13.shape[h_dim], hidden, "H of x")
-    _check.size(op, f"H of w2 (size {n_dim}, layout {weight_layout})", w2.shape[n_dim], hidden, "H of x")
+    n, i = w13_shape[n_dim], w2_shape[h_dim]
+    for what, found, wanted, source in (
+        ("the number of rows of idx", idx_shape[0], tokens, "the number of tokens of x"),
+        ("the number of rows of weights", weights_shape[0], tokens, "the number of tokens of x"),
+        ("the number of columns of weights", weights_shape[1], idx_shape[1], "that of idx"),
+        ("the number of experts of w2", w2_shape[0], experts, "that of w13"),
+        ("H of w13 in this layout", w13_shape[h_dim], hidden, "H of x"),
+        ("H of w2 in this layout", w2_shape[n_dim], hidden, "H of x"),
+    ):
+        if found is not wanted:
+            _check.size(op, what, found, wanted, source)
     gated = n != i
     if gated and n != 2 * i:
         raise ValueError(
@@ -141,15 +153,24 @@ def check_experts(
     check_activation(op, act, alpha, limit, gated)
     if interleaved and not gated:
         raise ValueError(f"{op}: interleaved is True, but w13 has no up half (N = I = {i}).")
-    for name, tensor in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            _check.dtypes(op, name, tensor, (x.dtype,))
-    for name, bias, width in (("b13", b13, n), ("b2", b2, hidden)):
-        if bias is not None:
-            _check.rank(op, name, bias, "[E, N]" if name == "b13" else "[E, H]", 2)
-            _check.size(op, f"the number of experts of {name}", bias.shape[0], experts, "that of w13")
-            _check.size(op, f"the number of columns of {name}", bias.shape[1], width, "the width of its product")
-    _check.same_device(op, "x", x, idx=idx, weights=weights, w13=w13, b13=b13, w2=w2, b2=b2)
+    if w13.dtype != dtype or w2.dtype != dtype:
+        _check.dtypes(op, "w13", w13, (dtype,))
+        _check.dtypes(op, "w2", w2, (dtype,))
+    device = x.device
+    if not (device == idx.device == weights.device == w13.device == w2.device):
+        _check.same_device(op, "x", x, idx=idx, weights=weights, w13=w13, w2=w2)
+    if b13 is not None:
+        _check_bias(op, x, "b13", b13, "[E, N]", experts, n)
+    if b2 is not None:
+        _check_bias(op, x, "b2", b2, "[E, H]", experts, hidden)
+
+
+def _check_bias(op: str, x: Tensor, name: str, bias: Tensor, shape: str, experts: int, width: int) -> None:
+    _check.dtypes(op, name, bias, (x.dtype,))
+    _check.rank(op, name, bias, shape, 2)
+    _check.size(op, f"the number of experts of {name}", bias.shape[0], experts, "that of w13")
+    _check.size(op, f"the number of columns of {name}", bias.shape[1], width, "the width of its product")
+    _check.same_device(op, "x", x, **{name: bias})
 
 
 def _check_args(

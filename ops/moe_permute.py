@@ -1,7 +1,7 @@
-"""``moe_permute`` and ``moe_combine``: token rows into one block per expert, and back.
+"""``moe_permute``: token rows into one block per expert.
 
-``moe_permute`` copies the row of token t once per slot k with a local expert e = idx[t,k] - expert_offset. Blocks are
-in the psum layout of the grouped GEMMs:
+The row of token t is copied once per slot k with a local expert e = idx[t,k] - expert_offset. Blocks are in the psum
+layout of the grouped GEMMs:
 
     start[0] = 0;   psum[e] = start[e] + count[e];   start[e + 1] = psum[e] rounded up to a multiple of alignment
 
@@ -10,29 +10,25 @@ The number of rows is the bound T K + E (alignment - 1), rounded down to a multi
 value, so nothing synchronises. All rows that hold no slot are zero; their scale factors are 1 (floating) or 0
 (packed exponents), both powers of two.
 
-``moe_combine`` is the way back: out[t] = sum over k of y[row_map[t,k]] (+ bias[t]), skipping -1, with f32 sums in the
-order of k and one rounding. It multiplies by no routing weight: the expert side has done that.
-
-The gradient of ``moe_permute`` is ``moe_combine``, that of ``moe_combine`` is ``moe_combine_backward``, whose gradient
-is ``moe_combine`` again, so both can be differentiated any number of times.
-Contract: sections A.3 and F of the DeepGEMM operator list, B.3 and B.4 of the DeepEP one.
+The gradient is ``moe_combine`` (``ops/moe_combine.py``), so the op can be differentiated any number of times.
+Contract: sections A.3 and F of the DeepGEMM operator list, B.3 of the DeepEP one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_deep.ops import _check
-from ascend_deep.ops._op import OpDef, Sample, Tolerance
+from ascend_deep.ops._moe_permute_samples import permute_samples
+from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops.moe_combine import moe_combine
 from ascend_deep.ops.moe_experts import check_ids
 
-__all__ = ["MOE_COMBINE", "MOE_COMBINE_BACKWARD", "MOE_PERMUTE", "moe_combine", "moe_permute"]
+__all__ = ["MOE_PERMUTE", "moe_permute"]
 
-COMBINE_ORDERS = ("topk_first", "bias_first")
 _FLOAT8 = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu") if hasattr(torch, name)
 )
@@ -73,24 +69,6 @@ def moe_permute(
     return torch.ops.ascend_deep.moe_permute.default(
         x, x_sf, idx, weights, num_experts=num_experts, expert_offset=expert_offset, alignment=alignment
     )
-
-
-def moe_combine(y: Tensor, row_map: Tensor, bias: Tensor | None = None, *, order: str = "topk_first") -> Tensor:
-    """Sum the rows of every token; see the module.
-
-    Args:
-        y: [M, H], f32, bf16, f16 or f64.
-        row_map: [T, K] i32 or i64, rows of ``y``; negative: skip.
-        bias: [T, H] in f32 or the dtype of ``y`` (a shared expert's output), added once, or ``None``.
-        order: ``"topk_first"`` adds the bias last (DeepGEMM-Ascend), ``"bias_first"`` first (DeepGEMM on CUDA).
-
-    Returns:
-        [T, H] in the dtype of ``y``. Differentiable in y and bias.
-
-    Raises:
-        ValueError, TypeError: one sentence that names the argument.
-    """
-    return torch.ops.ascend_deep.moe_combine.default(y, row_map, bias, order=order)
 
 
 def _check_permute(
@@ -204,7 +182,7 @@ def _fake_permute(
 def _setup_permute(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]) -> None:
     rows, row_sf, row_weights, psum, row_map = output
     fixed = [row_sf, psum, row_map]
-    if not rows.is_floating_point():
+    if rows.dtype not in _check.FLOATING:
         fixed.append(rows)
     if inputs[3] is None:
         fixed.append(row_weights)
@@ -225,170 +203,7 @@ def _backward_permute(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, No
     return d_x, None, None, d_weights
 
 
-def _check_combine(y: Tensor, row_map: Tensor, bias: Tensor | None, *, order: str) -> None:
-    op = "moe_combine"
-    _check.dtypes(op, "y", y, _check.FLOATING)
-    _check.rank(op, "y", y, "[M, H]", 2)
-    _check.dtypes(op, "row_map", row_map, _check.INDEX)
-    _check.rank(op, "row_map", row_map, "[T, K]", 2)
-    _check.choice(op, "order", order, COMBINE_ORDERS)
-    if bias is not None:
-        _check.dtypes(op, "bias", bias, (torch.float32, y.dtype))
-        _check.rank(op, "bias", bias, "[T, H]", 2)
-        _check.size(
-            op, "the number of rows of bias", bias.shape[0], row_map.shape[0], "the number of tokens of row_map"
-        )
-        _check.size(op, "the number of columns of bias", bias.shape[1], y.shape[1], "H of y")
-    _check.same_device(op, "y", y, row_map=row_map, bias=bias)
-
-
-def _combine(y: Tensor, row_map: Tensor, bias: Tensor | None, *, order: str) -> Tensor:
-    dtype = _check.compute_dtype(y.dtype)
-    total = torch.zeros((row_map.shape[0], y.shape[1]), dtype=dtype, device=y.device)
-    if bias is not None and order == "bias_first":
-        total += bias
-    if y.shape[0]:
-        for k in range(row_map.shape[1]):
-            rows = row_map[:, k]
-            # Masked by where: a skipped slot must not bring in row 0 times zero, which is NaN if row 0 is.
-            total += torch.where((rows >= 0).unsqueeze(1), y.index_select(0, rows.clamp(min=0)), 0)
-    if bias is not None and order == "topk_first":
-        total += bias
-    return total.to(y.dtype)
-
-
-def _fake_combine(y: Tensor, row_map: Tensor, bias: Tensor | None, *, order: str) -> Tensor:
-    return y.new_empty((row_map.shape[0], y.shape[1]))
-
-
-def _setup_combine(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
-    y, row_map, bias = inputs
-    ctx.save_for_backward(row_map)
-    ctx.rows = y.shape[0]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward_combine(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-    (row_map,) = ctx.saved_tensors
-    d_y = None
-    if ctx.needs_input_grad[0]:
-        d_y = torch.ops.ascend_deep.moe_combine_backward.default(grad.contiguous(), row_map, ctx.rows)
-    d_bias = grad.to(ctx.bias_dtype) if ctx.bias_dtype is not None and ctx.needs_input_grad[2] else None
-    return d_y, None, d_bias
-
-
-def _check_combine_backward(grad: Tensor, row_map: Tensor, rows: int) -> None:
-    op = "moe_combine_backward"
-    _check.dtypes(op, "grad", grad, _check.FLOATING)
-    _check.rank(op, "grad", grad, "[T, H]", 2)
-    _check.dtypes(op, "row_map", row_map, _check.INDEX)
-    _check.rank(op, "row_map", row_map, "[T, K]", 2)
-    _check.size(op, "the number of rows of grad", grad.shape[0], row_map.shape[0], "the number of tokens of row_map")
-    _check.same_device(op, "grad", grad, row_map=row_map)
-
-
-def _combine_backward(grad: Tensor, row_map: Tensor, rows: int) -> Tensor:
-    """[rows, H]: the gradient row of a token at each of its rows; rows that no slot names are zero."""
-    dtype = _check.compute_dtype(grad.dtype)
-    # Skipped slots add to one row behind the last, which is cut off.
-    out = torch.zeros((rows + 1, grad.shape[1]), dtype=dtype, device=grad.device)
-    source = grad.to(dtype)
-    for k in range(row_map.shape[1]):
-        target = row_map[:, k].to(torch.int64)
-        out.index_add_(0, torch.where(target >= 0, target, rows), source)
-    return out[:rows].to(grad.dtype).clone()
-
-
-def _fake_combine_backward(grad: Tensor, row_map: Tensor, rows: int) -> Tensor:
-    return grad.new_empty((rows, grad.shape[1]))
-
-
-def _setup_combine_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _backward_combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (row_map,) = ctx.saved_tensors
-    return moe_combine(grad.contiguous(), row_map), None, None
-
-
-def _permute_samples() -> Iterator[Sample]:
-    g = torch.Generator().manual_seed(5)
-
-    def case(
-        name: str,
-        tokens: int = 6,
-        topk: int = 3,
-        experts: int = 4,
-        ids: tuple[int, int] | None = None,
-        hidden: int = 5,
-        dtype: torch.dtype = torch.float32,
-        **changes: Any,
-    ) -> Sample:
-        low, high = ids or (0, experts)
-        args = (
-            torch.randn(tokens, hidden, generator=g).to(dtype),
-            changes.pop("x_sf", None),
-            torch.randint(low, high, (tokens, topk), generator=g),
-            changes.pop("weights", torch.rand(tokens, topk, generator=g)),
-        )
-        return Sample(name, args, {"num_experts": experts, "expert_offset": 0, "alignment": 4, **changes})
-
-    for tokens in (0, 1, 63):
-        yield case(f"tokens_{tokens}", tokens)
-    yield case("alignment_1", alignment=1)
-    yield case("alignment_16-empty_experts", 5, 2, 9, alignment=16)
-    yield case("no_weights", weights=None)
-    yield case("skipped", ids=(-1, 4))
-    yield case("other_ranks", 9, ids=(0, 12), expert_offset=5)
-    yield case("all_dropped", ids=(-1, 0))
-    yield case("one_expert", ids=(2, 3), topk=1)
-    yield case("no_slots", topk=0)
-    yield case("bf16", dtype=torch.bfloat16, weights=torch.rand(6, 3, generator=g).bfloat16())
-    yield case("fp8", dtype=torch.float8_e4m3fn, x_sf=torch.rand(6, 2, generator=g).exp2())
-    yield case("packed_sf", dtype=torch.int8, x_sf=torch.randint(0, 255, (6, 2), generator=g).to(torch.int32))
-    _, _, idx, weights = case("i32").args
-    views = (torch.randn(5, 6, generator=g).t(), None, idx.int().t().contiguous().t(), weights[:, :1].expand(6, 3))
-    yield Sample("i32-strided", views, {"num_experts": 4, "expert_offset": 0, "alignment": 8})
-
-
-def _combine_samples() -> Iterator[Sample]:
-    g = torch.Generator().manual_seed(6)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    for tokens in (0, 1, 63):
-        yield Sample(
-            f"tokens_{tokens}",
-            (randn(200, 5), torch.randperm(200, generator=g)[: tokens * 3].view(tokens, 3).int(), None),
-            {"order": "topk_first"},
-        )
-    skipping = torch.tensor([[0, -1, 7], [-1, -1, -1], [3, 2, 5], [-1, 6, 1]])
-    for order in COMBINE_ORDERS:
-        yield Sample(f"bias-{order}", (randn(8, 5), skipping, randn(4, 5)), {"order": order})
-        yield Sample(f"bf16-{order}", (randn(8, 6).bfloat16(), skipping.int(), randn(4, 6)), {"order": order})
-    yield Sample("shared_rows", (randn(4, 6), torch.tensor([[1, 1], [3, 1]]), None), {"order": "bias_first"})
-    yield Sample("no_rows", (randn(0, 6), torch.full((3, 2), -1), randn(3, 6)), {"order": "topk_first"})
-    yield Sample("no_slots", (randn(4, 6), torch.zeros(3, 0, dtype=torch.int64), None), {"order": "topk_first"})
-    yield Sample(
-        "strided", (randn(5, 8).t(), skipping.t().contiguous().t(), randn(4, 10)[:, ::2]), {"order": "bias_first"}
-    )
-
-
-def _combine_backward_samples() -> Iterator[Sample]:
-    g = torch.Generator().manual_seed(7)
-    for sample in _combine_samples():
-        y, row_map, _ = sample.args
-        if sample.name.startswith("bias"):
-            continue
-        grad = torch.randn(row_map.shape[0], y.shape[1], generator=g).to(y.dtype)
-        yield Sample(sample.name, (grad, row_map, y.shape[0]))
-
-
 _MOVE = "rows are moved, not computed: exact"
-_SUM = "f32 sum of at most K + 1 terms and one rounding to the result"
-
 MOE_PERMUTE = OpDef(
     name="moe_permute",
     schema=(
@@ -404,39 +219,6 @@ MOE_PERMUTE = OpDef(
         check_ids("moe_permute", idx, num_experts) if expert_offset == 0 else None
     ),
     tolerance={dtype: Tolerance(0.0, 0.0, _MOVE) for dtype in _ROWS},
-    samples=_permute_samples,
+    samples=permute_samples,
     differentiable=("x", "topk_weights"),
-)
-
-_TOLERANCE = {
-    torch.float64: Tolerance(1e-14, 1e-14, _SUM),
-    torch.float32: Tolerance(1e-6, 1e-6, _SUM),
-    torch.bfloat16: Tolerance(8e-3, 1e-5, _SUM + ", half a bf16 ulp is 2^-9"),
-    torch.float16: Tolerance(1e-3, 1e-5, _SUM + ", half an f16 ulp is 2^-12"),
-}
-
-MOE_COMBINE = OpDef(
-    name="moe_combine",
-    schema="(Tensor y, Tensor row_map, Tensor? bias, *, str order) -> Tensor",
-    check=_check_combine,
-    reference=_combine,
-    fake=_fake_combine,
-    setup_context=_setup_combine,
-    backward=_backward_combine,
-    tolerance=_TOLERANCE,
-    samples=_combine_samples,
-    differentiable=("y", "bias"),
-)
-
-MOE_COMBINE_BACKWARD = OpDef(
-    name="moe_combine_backward",
-    schema="(Tensor grad, Tensor row_map, SymInt rows) -> Tensor",
-    check=_check_combine_backward,
-    reference=_combine_backward,
-    fake=_fake_combine_backward,
-    setup_context=_setup_combine_backward,
-    backward=_backward_combine_backward,
-    tolerance=_TOLERANCE,
-    samples=_combine_backward_samples,
-    differentiable=("grad",),
 )
