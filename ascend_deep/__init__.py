@@ -2,7 +2,8 @@
 
     model = torch.compile(model, backend="ascend_deep")
 
-The names below load on first use; importing this package changes nothing in torch or transformers.
+The names below load on first use; importing this package changes nothing in torch or transformers. Functions live in
+modules of another name (``_explain``, ``_prepare``), because importing a submodule would shadow a function of its name.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ascend_deep import ops, testing
-    from ascend_deep.explain import explain
+    from ascend_deep._explain import explain
+    from ascend_deep._prepare import Prepared, prepare
     from ascend_deep.options import Options, OptionsError
-    from ascend_deep.prepare import Prepared, prepare
     from ascend_deep.report import Report, last_report
 
 __version__ = "0.1.0"
@@ -34,11 +35,11 @@ __all__ = [
 _HOME = {
     "Options": "options",
     "OptionsError": "options",
-    "Prepared": "prepare",
+    "Prepared": "_prepare",
     "Report": "report",
-    "explain": "explain",
+    "explain": "_explain",
     "last_report": "report",
-    "prepare": "prepare",
+    "prepare": "_prepare",
 }
 
 
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ascend_deep.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(f"ascend_deep.{_HOME[name]}"), name)
-        globals()[name] = value  # a function wins over the submodule of the same name
+        globals()[name] = value
         return value
     raise AttributeError(f"module 'ascend_deep' has no attribute {name!r}")
 
