@@ -1,14 +1,119 @@
-"""The CPU provider: our C++ kernels."""
+"""The CPU provider: our C++ kernels, loaded when the first call asks for them.
+
+Limits are those of ``native/cpu/*.cpp``; a call outside them runs the op's reference body.
+"""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from ascend_deep.native._provider import Provider
+from ascend_deep.native.cpu.build import LIBRARY
 
-__all__ = ["CPU"]
+__all__ = ["CPU", "isa"]
+
+_PATH = Path(__file__).resolve().parent / LIBRARY
+_BUILD = "python -m ascend_deep.native.cpu.build"
+_ACTS = frozenset({"silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai", "silu_clamp"})
+_FLOATS = (torch.float32, torch.bfloat16)
 
 
+@functools.cache
 def _unavailable() -> str | None:
-    return "the C++ kernels are not built."
+    if not _PATH.exists():
+        return f"the C++ kernels are not built; `{_BUILD}` builds them."
+    try:
+        torch.ops.load_library(str(_PATH))
+    except (OSError, RuntimeError) as error:
+        return f"the C++ kernels do not load ({str(error).splitlines()[0]}); `{_BUILD}` builds them again."
+    return None
 
 
-CPU = Provider(name="native.cpu", device="cpu", unavailable=_unavailable)
+def isa(name: str = "") -> str:
+    """The instruction sets of this CPU, lowest first, the one in use with a star.
+
+    A name switches to that one for the rest of the process (tests do this); the environment variable
+    ``ASCEND_DEEP_CPU_ISA`` does so from the start. Raises RuntimeError for one that the CPU does not have, or if the
+    kernels are not built.
+    """
+    missing = _unavailable()
+    if missing is not None:
+        raise RuntimeError(missing)
+    text: str = torch.ops.ascend_deep_cpu.isa(name)
+    return text
+
+
+def _moe_experts(*args: Any, **kwargs: Any) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.ascend_deep_cpu.moe_experts(*args, **kwargs)
+    return out
+
+
+def _moe_route(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.ascend_deep_cpu.moe_route(*args, **kwargs)
+    return out
+
+
+def _swiglu(*args: Any, **kwargs: Any) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.ascend_deep_cpu.swiglu(*args, **kwargs)
+    return out
+
+
+def _experts_limits(
+    x: torch.Tensor,
+    idx: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    b13: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    *,
+    act: str,
+    out_dtype: torch.dtype | None,
+    **_: Any,
+) -> str | None:
+    if act not in _ACTS:
+        return f"act is {act!r}, the kernel has {', '.join(sorted(_ACTS))}."
+    if x.dtype not in _FLOATS or w13.dtype != x.dtype or w2.dtype != x.dtype:
+        return (
+            f"x, w13 and w2 have the dtypes {x.dtype}, {w13.dtype} and {w2.dtype}; the kernel takes float32 for all "
+            "three, or bfloat16."
+        )
+    for name, bias in (("b13", b13), ("b2", b2)):
+        if bias is not None and bias.dtype not in _FLOATS:
+            return f"{name} has dtype {bias.dtype}; the kernel takes float32 and bfloat16."
+    if weights.dtype not in _FLOATS:
+        return f"weights has dtype {weights.dtype}; the kernel takes float32 and bfloat16."
+    if out_dtype not in (None, *_FLOATS):
+        return f"out_dtype is {out_dtype}; the kernel writes float32 and bfloat16."
+    for name, w in (("w13", w13), ("w2", w2)):
+        if w.dim() == 3 and 1 not in w.stride()[1:] and min(w.shape[1:]) > 1:
+            return f"{name} has strides {tuple(w.stride())}; the kernel wants 1 in one of the last two dimensions."
+    return None
+
+
+def _route_limits(logits: torch.Tensor, bias: torch.Tensor | None, **_: Any) -> str | None:
+    if logits.dtype not in (*_FLOATS, torch.float16):
+        return f"logits has dtype {logits.dtype}; the kernel takes float32, bfloat16 and float16."
+    return None
+
+
+def _swiglu_limits(h: torch.Tensor, row_weight: torch.Tensor | None, *, act: str, **_: Any) -> str | None:
+    if act not in _ACTS:
+        return f"act is {act!r}, the kernel has {', '.join(sorted(_ACTS))}."
+    if h.dtype not in _FLOATS:
+        return f"h has dtype {h.dtype}; the kernel takes float32 and bfloat16."
+    return None
+
+
+CPU = Provider(
+    name="native.cpu",
+    device="cpu",
+    unavailable=_unavailable,
+    kernels={"moe_experts": _moe_experts, "moe_route": _moe_route, "swiglu": _swiglu},
+    limits={"moe_experts": _experts_limits, "moe_route": _route_limits, "swiglu": _swiglu_limits},
+    version="1",
+)
