@@ -22,7 +22,7 @@ from ascend_deep.passes import certificates
 from ascend_deep.passes._types import Outcome
 from ascend_deep.passes.graph_view import clean_module_path
 from ascend_deep.passes.pipeline import Pipeline
-from ascend_deep.report import GraphInfo, Report, record
+from ascend_deep.report import GraphInfo, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
 
 __all__ = ["ascend_deep"]
@@ -177,7 +177,7 @@ def _warn_once() -> None:
 
 def _tell(outcome: Outcome, report: Report) -> None:
     """One WARNING per process for a compile without matches, details at INFO."""
-    if not outcome.matches and not report.matches:
+    if not outcome.matches and not report.matches and not is_collecting():
         _warn_once()
     if outcome.untouched:
         log.info("graph handed over untouched: %s", outcome.untouched)

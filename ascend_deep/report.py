@@ -34,6 +34,7 @@ __all__ = [
     "Miss",
     "Report",
     "collecting",
+    "is_collecting",
     "last_report",
     "publish",
     "record",
@@ -247,19 +248,20 @@ def record(outcome: Outcome, graph_info: GraphInfo) -> Report:
     from ascend_deep.lowering import _dynamo_compat
 
     collector = _COLLECTOR.get()
+    graph_info = replace(graph_info, compile_id=graph_info.compile_id or _dynamo_compat.compile_id())
     with _LOCK:
         if collector is not None:
             collector.report = collector.report.with_graph(outcome, graph_info)
             _NEWEST.report, _NEWEST.root, _NEWEST.first_frame = collector.report, None, ""
             return collector.report
-        root, compile_id = _dynamo_compat.compile_root(), graph_info.compile_id or _dynamo_compat.compile_id()
-        frame = compile_id.split("/")[0]
+        root = _dynamo_compat.compile_root()
+        frame = graph_info.compile_id.split("/")[0]
         known = _NEWEST.root() if _NEWEST.root is not None else None
         same = root is not None and root() is not None and known is root() and frame != _NEWEST.first_frame
         before = _NEWEST.report if same and _NEWEST.report is not None else Report()
         if not same:
             _NEWEST.root, _NEWEST.first_frame = root, frame
-        _NEWEST.report = before.with_graph(outcome, replace(graph_info, compile_id=compile_id))
+        _NEWEST.report = before.with_graph(outcome, graph_info)
         return _NEWEST.report
 
 
@@ -279,6 +281,11 @@ def collecting(model: str = "", modules: Mapping[str, str] | None = None) -> Ite
         yield collector
     finally:
         _COLLECTOR.reset(token)
+
+
+def is_collecting() -> bool:
+    """True inside ``collecting()``: somebody reads the report, no need to also log it."""
+    return _COLLECTOR.get() is not None
 
 
 def last_report() -> Report | None:

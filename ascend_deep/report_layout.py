@@ -183,6 +183,9 @@ def tree(report: Report) -> TreeNode:
     for path, kind in report.modules.items():
         at(path).kind = kind or at(path).kind
     for path, count in report.unclaimed.items():
+        # After a graph break Dynamo names modules relative to the frame it resumed in; those have no place here.
+        if report.modules and path not in report.modules:
+            continue
         node = at(path)
         node.status, node.ops = "unclaimed", count
     for miss in report.misses:
