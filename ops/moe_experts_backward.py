@@ -139,7 +139,8 @@ def _reference(
     need_x, need_weights, need_w13, need_b13, need_w2, need_b2 = _wanted(b13, b2, output_mask)
     # Sums over the slots of a token run across experts: kept in the compute dtype until the end.
     d_x = torch.zeros(x.shape if need_x else (0,), dtype=dtype, device=x.device)
-    d_weights = torch.zeros(weights.numel() if need_weights else 0, dtype=dtype, device=x.device)
+    d_weights = torch.zeros(weights.shape if need_weights else (0,), dtype=dtype, device=x.device)
+    flat_d_weights = d_weights.view(-1)
     enk = weight_layout == "enk"
     if enk:
         w13, w2, d_w13, d_w2 = (t.transpose(1, 2) if t.dim() == 3 else t for t in (w13, w2, d_w13, d_w2))
@@ -167,7 +168,7 @@ def _reference(
                 d_w2[e] = a.t() @ weighted
             if need_weights and not weight_on_input:
                 d_p = (a * d_a).sum(1)
-                d_weights[positions] = d_p if b2 is None else d_p + g @ b2[e].to(dtype)
+                flat_d_weights[positions] = d_p if b2 is None else d_p + g @ b2[e].to(dtype)
         if not (need_x or need_w13 or need_b13 or (need_weights and weight_on_input)):
             continue
         d_gate, d_up = activation.backward(d_a if weight_on_input else d_a * weight, gate, up, alpha, limit)
@@ -184,12 +185,12 @@ def _reference(
         if need_x or (need_weights and weight_on_input):
             d_rows = d_h @ first.t()
             if need_weights and weight_on_input:
-                d_weights[positions] = (d_rows * tokens_x).sum(1)
+                flat_d_weights[positions] = (d_rows * tokens_x).sum(1)
             if need_x:
                 d_x.index_add_(0, tokens, d_rows * weight if weight_on_input else d_rows)
     return (
         d_x.to(x.dtype),
-        d_weights.view(weights.shape if need_weights else (0,)).to(weights.dtype),
+        d_weights.to(weights.dtype),
         *outputs[2:],
     )
 

@@ -141,22 +141,23 @@ def _permute(
         x.new_empty(0) if x_sf is None else _take(x_sf, token_of, 1 if x_sf.is_floating_point() else 0),
         x.new_empty(0, dtype=torch.float32)
         if weights is None
-        else _take(weights.reshape(-1, 1), slot_of, 0).reshape(rows),
+        else _take(weights.reshape(-1, 1), slot_of, 0).squeeze(1).clone(),
         psum,
         row.view(idx.shape).to(torch.int32),
     )
 
 
-def _take(source: Tensor, index: Tensor, fill: float) -> Tensor:
+def _take(source: Tensor, index: Tensor, fill: int) -> Tensor:
     """``source[index]`` by rows, ``fill`` where the index is negative; also of a source without rows."""
-    out = torch.empty((index.shape[0], source.shape[1]), dtype=torch.float32, device=source.device)
-    out = out.fill_(fill).to(source.dtype)
-    if source.shape[0] == 0:
-        return out
-    # One-byte formats have few operations of their own: move their bits.
-    bits = torch.uint8 if source.element_size() == 1 else source.dtype
-    picked = source.view(bits).index_select(0, index.clamp(min=0))
-    return torch.where((index >= 0).unsqueeze(1), picked, out.view(bits)).view(source.dtype)
+    out = torch.full((index.shape[0], source.shape[1]), fill, dtype=torch.float32, device=source.device)
+    out = out.to(source.dtype)
+    if source.shape[0]:
+        # One-byte formats have few operations of their own: move their bits.
+        bits = torch.uint8 if source.element_size() == 1 else source.dtype
+        picked = source.view(bits).index_select(0, index.clamp(min=0))
+        target = out.view(bits)
+        target.copy_(torch.where((index >= 0).unsqueeze(1), picked, target))
+    return out
 
 
 def _fake_permute(

@@ -11,7 +11,8 @@ Rules that callers may rely on (``torch.topk`` gives none of them):
 * Ties go to the lowest index, for experts and for groups; -0.0 equals 0.0. ``idx`` is ordered by descending choice
   score, ties by ascending index.
 * The ids of a row are distinct and in [0, E), whatever the logits: a NaN choice score ranks below every number, -inf
-  included. With ``group_fill="neg_inf"`` experts of groups that were not kept rank below everything else.
+  included. With ``group_fill="neg_inf"`` experts of groups that were not kept rank below everything else,
+  among themselves by index.
 * Inside a group score a NaN counts as -inf. A group whose score is NaN all the same (inf - inf) ranks last.
 * Weights are computed without cleaning: a NaN logit makes the softmax of its row NaN; with elementwise scoring a NaN
   reaches the weights only if its expert had to be chosen, or through the sum.
