@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
