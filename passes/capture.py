@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ascend_deep.lowering import _torch_compat
+from ascend_deep.passes.autocast import AutocastUnclear, make_explicit
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.purity import IGNORABLE
 
@@ -39,6 +40,10 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
         NotCaptured: there is no tensor input, or the graph holds something that cannot be functionalised before
             autograd (a checkpointed region, an op without a fake). ``gm`` is unchanged then.
     """
+    try:
+        gm = make_explicit(gm)
+    except AutocastUnclear as reason:
+        raise NotCaptured(str(reason)) from reason
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_fake_value(n) for n in placeholders]
     fake_mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)

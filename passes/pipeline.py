@@ -30,8 +30,8 @@ from ascend_deep.passes.replay import describe
 
 __all__ = ["Pipeline", "StrictError", "versions"]
 
-# (fingerprint, autocast) -> what was decided about a region. Bounded by the number of distinct regions of a process.
-_DECIDED: dict[tuple[str, str], tuple[Solution, gates.Proof | None] | Refusal] = {}
+# (fingerprint, probed) -> what was decided about a region. Bounded by the number of distinct regions of a process.
+_DECIDED: dict[tuple[str, bool], tuple[Solution, gates.Proof | None] | Refusal] = {}
 
 
 class StrictError(RuntimeError):
@@ -170,10 +170,9 @@ class Pipeline:
         return accepted, refused
 
     def _decide(self, recogniser: Recogniser, region: Region) -> tuple[Solution, gates.Proof | None] | Refusal:
-        autocast = _autocast(region)
-        key = (f"{region.fingerprint()}:{self.verify != 'off'}", str(autocast))
+        key = (region.fingerprint(), self.verify != "off")
         if key not in _DECIDED:
-            with isolated(autocast):
+            with isolated():
                 with self._timed("solve"):
                     solution = recogniser.solve(region)
                 if isinstance(solution, Refusal):
@@ -261,11 +260,6 @@ def _has_candidates(gm: fx.GraphModule) -> bool:
                 if node.op in ("call_function", "call_method") and name in catalogue.TRIGGERS:
                     return True
     return False
-
-
-def _autocast(region: Region) -> torch.dtype | None:
-    device = region.outputs[0].meta["val"].device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _miss(recogniser: Recogniser, anchor: fx.Node, refusal: Refusal) -> Miss:

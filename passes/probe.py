@@ -22,12 +22,12 @@ __all__ = ["Comparison", "compare", "isolated", "replacement"]
 
 
 @contextmanager
-def isolated(autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Real tensors on the CPU, no gradients, one fixed autocast state: ``None`` (off) or the autocast dtype."""
+def isolated() -> Iterator[None]:
+    """Real tensors on the CPU, no gradients, no autocast (capture made its casts explicit)."""
     with ExitStack() as stack:
         stack.enter_context(_torch_compat.unset_fake_temporarily())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast("cpu", dtype=autocast) if autocast else torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
         yield
 
 
