@@ -1,0 +1,83 @@
+# Every target makes its own .venv on first use. Nothing is needed beforehand but python3 (3.11 or newer), make and g++.
+#
+#   make demo     compile a real Qwen3-MoE, show what was fused, the check against eager and the speed-up
+#   make test     the test suite
+#   make bench    the benchmark table
+#   make lint     ruff          make types    mypy          make clean    remove everything that was made here
+#
+# TORCH_ARGS goes to the pip call that installs torch, e.g. to name an index of CPU-only builds:
+#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+SHELL      := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON     ?= python3
+TORCH_ARGS ?=
+WORKERS    ?= 2
+ARGS       ?=
+
+VENV := .venv
+PY   := $(VENV)/bin/python
+PIP  := $(PY) -m pip --quiet --disable-pip-version-check
+SAY  := printf '\n==> %s\n'
+
+SOURCES := $(wildcard setup.py pyproject.toml native/cpu/build.py native/cpu/*.cpp native/cpu/*.h)
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install demo test bench lint types clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(VENV)/.installed
+
+# torch first and alone: a resolver that sees it next to other requirements may take another build of it.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make needs Python 3.11 or newer (transformers does), but $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
+	@$(SAY) "Making $(VENV) and installing torch (the largest download)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.packages: constraints.txt $(VENV)/.torch
+	@$(SAY) "Installing transformers, pytest and the other packages of constraints.txt"
+	@$(PIP) install -r constraints.txt
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) $(VENV)/.packages
+	@$(SAY) "Building the C++ kernels and installing ascend-deep from this folder"
+	@$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: install
+	@$(SAY) "Compiling a Qwen3-MoE with backend=\"ascend_deep\" and comparing it with eager and with Inductor"
+	@$(PY) examples/compile_qwen3_moe.py $(ARGS)
+
+# One torch thread a worker: the cores are shared by the workers, not by the threads of one of them.
+test: install
+	@$(SAY) "Running the tests in $(WORKERS) processes"
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+bench: install
+	@$(SAY) "Running the benchmarks"
+	@$(PY) -m benchmarks $(ARGS)
+
+lint: $(VENV)/.packages
+	@$(SAY) "Checking style with ruff"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+# The sub-packages live in top-level folders; mypy needs to see them where they are imported from.
+types: $(VENV)/.packages
+	@$(SAY) "Checking types with mypy"
+	@rm -rf .mypy_src && mkdir -p .mypy_src/ascend_deep
+	@cd .mypy_src/ascend_deep && ln -s ../../ascend_deep/*.py . && ln -s ../../{passes,ops,native,lowering} .
+	@cd .mypy_src && ../$(PY) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p ascend_deep
+	@$(PY) -m mypy $(wildcard setup.py) examples benchmarks
+
+clean:
+	rm -rf $(VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out
+	find . -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
