@@ -174,5 +174,3 @@ def _release(model: nn.Module) -> None:
             delattr(module, PREVIOUS)
         if hasattr(module, SPEC):
             delattr(module, SPEC)
-
-

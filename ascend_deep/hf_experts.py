@@ -163,7 +163,9 @@ def resolve(module: Any, verify: bool = True, cache: dict[Any, Any] | None = Non
         if not isinstance(weight, Tensor):
             return f"it has no tensor {name!r}, which its attributes promise."
         if weight.dtype not in _DTYPES:
-            return f"{name} is {str(weight.dtype).removeprefix('torch.')}; moe_experts takes float32, bfloat16 or float16."
+            return (
+                f"{name} is {str(weight.dtype).removeprefix('torch.')}; moe_experts takes float32, bfloat16 or float16."
+            )
         if type(weight) not in (Tensor, nn.Parameter):
             return f"{name} is a {type(weight).__name__}; moe_experts takes plain tensors."
     found = _activation(module, gated, {} if cache is None else cache)
@@ -239,7 +241,12 @@ def _numbers(module: Any) -> tuple[float, ...]:
     for owner in (module, getattr(module, "act_fn", None), module.config):
         values: Mapping[str, Any] = getattr(owner, "__dict__", {})
         for name, value in values.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e3 and name != "training":
+            if (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and 0 < value < 1e3
+                and name != "training"
+            ):
                 found.setdefault(float(value))
     return tuple(n for n in found if n != 1.0) + ((1.0,) if 1.0 in found else ())
 

@@ -168,7 +168,9 @@ def _from_import(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Loade
     parts = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*parts, *((), {})[len(parts) - 1 :]) if 1 <= len(parts) <= 3 else (None, (), {})
     if not isinstance(model, nn.Module):
-        raise BadInput(f"{name!r} gives a {type(made).__name__}; it takes model, (model, args) or (model, args, kwargs).")
+        raise BadInput(
+            f"{name!r} gives a {type(made).__name__}; it takes model, (model, args) or (model, args, kwargs)."
+        )
     if len(parts) == 1:
         model = model.to(dtype)
         args = (torch.randn(shape, dtype=dtype),)
@@ -179,7 +181,9 @@ def _from_import(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Loade
 
 def _make(name: str, value: Any) -> Any:
     if not callable(value):
-        raise BadInput(f"{name!r} is a {type(value).__name__}; it takes a module, its class, or a callable that makes one.")
+        raise BadInput(
+            f"{name!r} is a {type(value).__name__}; it takes a module, its class, or a callable that makes one."
+        )
     needed = _required(value)
     if needed:
         raise BadInput(f"{name!r} needs the argument {needed[0]!r}; name a callable without required arguments.")

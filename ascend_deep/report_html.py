@@ -6,7 +6,7 @@ colours for fused, refused and unclaimed modules. Everything is inline; the page
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from ascend_deep.report import Report
@@ -15,7 +15,9 @@ from ascend_deep.report_text import duration, error
 
 __all__ = ["render"]
 
-_ROW, _COLUMN, _GAP = 26, 176, 3
+_ROW, _GAP = 26, 3
+_WIDTH, _NARROWEST, _WIDEST = 1100, 124, 200  # pixels of the picture and of one column
+_LETTER = 7.9  # pixels of one character, generously
 _STATUS = {
     "fused": "fused into one op",
     "missed": "found, left as written",
@@ -47,7 +49,9 @@ table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:8px 14px;border-bottom:1px solid var(--line);vertical-align:top}
 tr:last-child td{border-bottom:0}
 th{font-size:12px;font-weight:600;color:var(--soft);white-space:nowrap}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.n,th.n{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td code{display:inline-block;min-width:6em}
+td.where code{min-width:19em}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .key{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 10px;font-size:13px;color:var(--soft)}
 .key i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px;border:1px solid}
@@ -57,7 +61,7 @@ code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow
 .key .unclaimed{background:var(--unclaimed-bg);color:var(--unclaimed)}
 .key .quiet{background:var(--quiet-bg);color:var(--quiet)}
 .hint{border-left:3px solid var(--missed);padding-left:10px;margin-top:6px}
-.bar{height:10px;border-radius:5px;background:var(--accent);min-width:2px}
+.bar{height:10px;margin-top:6px;border-radius:5px;background:var(--accent);min-width:2px}
 svg{display:block;font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
 svg rect{stroke-width:1}
 svg .fused rect{fill:var(--fused-bg);stroke:var(--fused)}svg .fused text{fill:var(--fused)}
@@ -112,9 +116,10 @@ def _picture(report: Report) -> str:
     if not report.modules and not report.matches:
         return ""
     root = tree(report)
-    width, height = root.depth() * _COLUMN, root.leaves() * _ROW
+    column = min(_WIDEST, max(_NARROWEST, _WIDTH // root.depth()))
+    width, height = root.depth() * column, root.leaves() * _ROW
     boxes: list[str] = []
-    _draw(root, 0, 0, boxes)
+    _draw(root, 0, 0, column, boxes)
     key = "".join(f"<span><i class='{k}'></i>{v}</span>" for k, v in _STATUS.items())
     return (
         f"<h2>The model</h2>\n<p class='key'>{key}</p>\n<div class='scroll picture'>"
@@ -123,24 +128,23 @@ def _picture(report: Report) -> str:
     )
 
 
-def _draw(node: TreeNode, column: int, row: int, boxes: list[str]) -> None:
-    x, y = column * _COLUMN, row * _ROW
-    w, h = _COLUMN - _GAP, node.leaves() * _ROW - _GAP
-    name = node.name or node.kind
-    times = f" ×{node.repeats}" if node.repeats > 1 else ""
+def _draw(node: TreeNode, x: int, row: int, column: int, boxes: list[str]) -> None:
+    y, w, h = row * _ROW, column - _GAP, node.leaves() * _ROW - _GAP
+    name = (node.name or node.kind) + (f" ×{node.repeats}" if node.repeats > 1 else "")
     tip = " · ".join(t for t in (node.path or name, node.kind, node.detail, f"{node.ops} ops" if node.ops else "") if t)
-    label = f'<text class="name" x="{x + 8}" y="{y + 16}">{escape(_cut(name + times, 26))}</text>'
-    room = 26 - len(name + times)
+    letters = int((w - 16) / _LETTER)
+    label = f'<text class="name" x="{x + 8}" y="{y + 16}">{escape(_cut(name, letters))}</text>'
+    room = letters - len(name) - 1
     kind = node.kind if node.name else ""
-    if kind and room > 6:
+    if kind and room >= min(7, len(kind)):
         at = x + w - 8
-        label += f'<text x="{at}" y="{y + 16}" text-anchor="end" opacity=".75">{escape(_cut(kind, room - 2))}</text>'
+        label += f'<text x="{at}" y="{y + 16}" text-anchor="end" opacity=".75">{escape(_cut(kind, room))}</text>'
     boxes.append(
         f'<g class="{node.status}"><title>{escape(tip)}</title>'
         f'<rect x="{x}.5" y="{y}.5" width="{w - 1}" height="{h - 1}" rx="4"/>{label}</g>'
     )
     for child in node.children:
-        _draw(child, column + 1, row, boxes)
+        _draw(child, x + column, row, column, boxes)
         row += child.leaves()
 
 
@@ -149,13 +153,16 @@ def _cut(text: str, length: int) -> str:
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: tuple[int, ...] = ()) -> str:
+def _table(head: Sequence[str], rows: Iterable[Iterable[str]], numbers: tuple[int, ...] = ()) -> str:
     def cells(tag: str, row: Iterable[str]) -> str:
-        return "".join(f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>" for i, c in enumerate(row))
+        kinds = [
+            'class="n"' if i in numbers else 'class="where"' if name == "where" else "" for i, name in enumerate(head)
+        ]
+        return "".join(f"<{tag} {kind}>{c}</{tag}>" for kind, c in zip(kinds, row, strict=True)).replace(" >", ">")
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     table = f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div class='scroll'>{table.replace(' class=n', ' class=' + chr(34) + 'n' + chr(34))}</div>"
+    return f"<div class='scroll'>{table}</div>"
 
 
 def _code(text: str) -> str:
@@ -226,14 +233,18 @@ def _timings(report: Report) -> str:
         (escape(stage), duration(s), f"<div class='bar' style='width:{max(0.3, 100 * s / longest):.1f}%'></div>")
         for stage, s in report.timings.items()
     ]
-    return f"<h2>Time</h2>\n{_table(('stage', 'time', ''), rows, (1,))}".replace("<th></th>", "<th style='width:70%'></th>")
+    return f"<h2>Time</h2>\n{_table(('stage', 'time', ''), rows, (1,))}".replace(
+        "<th></th>", '<th style="width:70%"></th>'
+    )
 
 
 def _unclaimed(report: Report) -> str:
     groups: dict[str, list[str]] = {}
     for path in report.unclaimed:
         groups.setdefault("".join("#" if c.isdigit() else c for c in path), []).append(path)
-    rows = sorted(((sum(report.unclaimed[p] for p in ps), short_paths(ps)) for ps in groups.values()), key=lambda r: -r[0])
+    rows = sorted(
+        ((sum(report.unclaimed[p] for p in ps), short_paths(ps)) for ps in groups.values()), key=lambda r: -r[0]
+    )
     cells = [(str(n), _code(where or "the model itself")) for n, where in rows]
     return f"<h2>No recogniser claims</h2>\n{_table(('ops', 'where'), cells, (0,))}" if cells else ""
 

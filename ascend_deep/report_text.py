@@ -133,7 +133,9 @@ def _unclaimed(report: Report) -> RenderableType:
     for path in report.unclaimed:
         groups.setdefault("".join("#" if c.isdigit() else c for c in path), []).append(path)
     rows = sorted(((sum(report.unclaimed[p] for p in ps), ps) for ps in groups.values()), key=lambda r: -r[0])
-    lines = [_sentence(f"{ops:5d} ops  {short_paths(ps) or '(the model itself)'}") for ops, ps in rows[:_UNCLAIMED_SHOWN]]
+    lines = [
+        _sentence(f"{ops:5d} ops  {short_paths(ps) or '(the model itself)'}") for ops, ps in rows[:_UNCLAIMED_SHOWN]
+    ]
     if len(rows) > _UNCLAIMED_SHOWN:
         rest = sum(ops for ops, _ in rows[_UNCLAIMED_SHOWN:])
         lines.append(_sentence(f"{rest:5d} ops  in {plural(len(rows) - _UNCLAIMED_SHOWN, 'other place')}"))
