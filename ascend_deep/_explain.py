@@ -101,7 +101,7 @@ def _modules(model: Any) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in model.named_modules()}
 
 
-# -- graph breaks -------------------------------------------------------------------------------------------------------
+# -- graph breaks ---------------------------------------------------------------------------------------------------
 def _breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) -> tuple[GraphBreak, ...]:
     """Dynamo's breaks, one per place and reason, with a hint where we can help."""
     breaks: dict[tuple[str, str], GraphBreak] = {}

@@ -294,7 +294,8 @@ def _explain(loaded: Loaded, options: Any, training: bool) -> Report:
 
 def _emit(report: Report, form: Format, output: Path | None) -> None:
     if form is Format.text and output is None:
-        Console().print(report)
+        # rich would assume 80 columns for a pipe or a file
+        Console().print(report) if Console().is_terminal else print(report)
         return
     text = {Format.text: report.__str__, Format.json: report.to_json, Format.html: report.to_html}[form]()
     if output is None:
@@ -314,7 +315,7 @@ def _format_of(output: Path | None) -> Format:
 
 # -- errors and progress ----------------------------------------------------------------------------------------------
 def _stop(sentence: str, code: int) -> NoReturn:
-    Console(stderr=True).print(_plain(f"ascend-deep: {sentence}"), style="red")
+    Console(stderr=True).print(_plain(f"ascend-deep: {sentence}"), style="red", soft_wrap=True)
     raise typer.Exit(code)
 
 

@@ -286,5 +286,5 @@ def _differs(module: Any, spec: Spec) -> str | None:
     error = float((wanted.double() - got.double()).abs().max())
     # The module rounds after every expert, the op once: allow for both, relative to the largest value.
     if not error <= 2 * tolerance.rtol * scale + tolerance.atol:
-        return f"its forward computes something else than its attributes say: results differ by {error:.2g} of {scale:.2g}."
+        return f"its forward computes something else than its attributes say: it differs by {error:.2g} of {scale:.2g}."
     return None

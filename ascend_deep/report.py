@@ -204,7 +204,8 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write ``.json``, ``.html`` or, for any other ending, the text form."""
         suffix = Path(path).suffix.lower()
-        text = {".json": self.to_json, ".html": self.to_html, ".htm": self.to_html}.get(suffix, self.__str__)()
+        html = suffix in (".html", ".htm")
+        text = self.to_html() if html else self.to_json() if suffix == ".json" else str(self)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __rich__(self) -> RenderableType:

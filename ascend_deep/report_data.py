@@ -29,7 +29,7 @@ _PROVIDERS = ("triton", "torch_npu", "deep_gemm", "deep_ep", "transformers")
 @lru_cache(maxsize=1)
 def versions() -> Mapping[str, str]:
     """Versions of torch, ascend-deep, and those of the optional packages that are installed. Imports nothing."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for name in ("ascend-deep", *_PROVIDERS):
         try:
             found[name] = importlib.metadata.version(name)
@@ -71,7 +71,7 @@ def _free(value: Any) -> Any:
 
 def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     """Read a dataclass of type ``kind`` from ``encode``'s form. Unknown keys are skipped, missing ones are defaults."""
-    hints = _hints(kind)
+    hints: Mapping[str, Any] = _hints(kind)  # type: ignore[arg-type]
     values = {}
     for f in dataclasses.fields(kind):  # type: ignore[arg-type]
         if f.name in data:

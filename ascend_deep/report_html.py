@@ -54,7 +54,8 @@ td code{display:inline-block;min-width:6em}
 td.where code{min-width:19em}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .key{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 10px;font-size:13px;color:var(--soft)}
-.key i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px;border:1px solid}
+.key i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;
+vertical-align:-1px;border:1px solid}
 .pill{display:inline-block;border-radius:99px;padding:1px 10px;font-size:13px;font-weight:600}
 .fused.pill,.key .fused{background:var(--fused-bg);color:var(--fused)}
 .missed.pill,.key .missed{background:var(--missed-bg);color:var(--missed)}

@@ -86,7 +86,7 @@ def miss_rows(misses: Sequence[Miss]) -> list[MissRow]:
 
 
 def short_paths(paths: Iterable[str]) -> str:
-    """Paths that differ in one number become one: ``model.layers.{0-3}.mlp``. Others are listed, separated by commas."""
+    """Paths that differ in one number become one: ``model.layers.{0-3}.mlp``. Others are separated by commas."""
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for path in paths:
         parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)
@@ -141,7 +141,7 @@ class TreeNode:
     """One module in the picture.
 
     ``status`` is ``"fused"``, ``"missed"`` (a block was found and refused), ``"unclaimed"`` (has ops that no recogniser
-    claims) or ``"quiet"`` (ran no op of its own). ``repeats`` is the number of equal siblings that this node stands for.
+    claims) or ``"quiet"`` (ran no op of its own). ``repeats``: how many equal siblings the node stands for.
     """
 
     name: str

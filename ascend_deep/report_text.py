@@ -75,14 +75,16 @@ def _sentence(text: str, indent: int = 2) -> RenderableType:
 def _matches(report: Report) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, expand=False)
     table.add_column("sites", justify="right", style="bold")
-    for name in ("op", "provider", "where", "source"):
-        table.add_column(name, overflow="fold", style="green" if name == "op" else "")
-    table.add_column("max error", justify="right")
+    table.add_column("op", style="green", no_wrap=True)
+    table.add_column("provider", overflow="fold")
+    table.add_column("max error", justify="right", no_wrap=True)
+    table.add_column("where", overflow="fold")
     rows = match_rows(report.matches)
     for row in rows:
         source = row.sources[0] if row.sources else ""
         more = f" +{len(row.sources) - 1}" if len(row.sources) > 1 else ""
-        table.add_row(str(row.count), row.op, row.provider, row.modules, source + more, error(row.max_error))
+        where = Text.assemble(row.modules or "the model itself", ("\n" + source + more, "dim"))
+        table.add_row(str(row.count), row.op, row.provider, error(row.max_error), where)
     details: list[RenderableType] = []
     for row in rows:
         details.append(_sentence(row.spec if row.spec.startswith(row.op) else f"{row.op}: {row.spec}"))

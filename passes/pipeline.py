@@ -64,6 +64,7 @@ class Pipeline:
     device: str = ""
     strict: bool = False
     _timings: Counter[str] = field(default_factory=Counter)
+    _nested: float = 0.0
 
     @cached_property
     def _loaded(self) -> list[Recogniser]:
@@ -229,11 +230,15 @@ class Pipeline:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """Add the time inside to ``stage``, without that of stages within it."""
+        start, outer = time.perf_counter(), self._nested
+        self._nested = 0.0
         try:
             yield
         finally:
-            self._timings[stage] += time.perf_counter() - start
+            spent = time.perf_counter() - start
+            self._timings[stage] += spent - self._nested
+            self._nested = outer + spent
 
 
 def versions() -> Mapping[str, str]:
