@@ -46,8 +46,9 @@ class Solution:
 
     def describe(self) -> str:
         """Short form for reports: the attributes that are not at their neutral value."""
-        neutral = (None, False, "none", 1.0, 0.0, "")
-        shown = [f"{k}={v}" for k, v in self.attrs.items() if v not in neutral]
+        neutral = (None, False, "none", 1, 0, "")
+        grouped = self.attrs.get("n_group", 1) != 1
+        shown = [f"{k}={v}" for k, v in self.attrs.items() if v not in neutral and (grouped or "group" not in k)]
         return f"{self.op}({', '.join(shown)})"
 
 

@@ -47,8 +47,9 @@ def process(cache: Path, training: bool = False, **options) -> dict:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     root = Path(__file__).parents[2]
     env["PYTHONPATH"] = str(root)
+    command = [sys.executable, "-c", SCRIPT, json.dumps([training, options])]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([training, options])],
+        command,
         env=env,
         capture_output=True,
         text=True,
