@@ -48,7 +48,11 @@ class Solution:
         """Short form for reports: the attributes that are not at their neutral value."""
         neutral = (None, False, "none", 1, 0, "")
         grouped = self.attrs.get("n_group", 1) != 1
-        shown = [f"{k}={v}" for k, v in self.attrs.items() if v not in neutral and (grouped or "group" not in k)]
+        shown = [
+            f"{k}={v}"
+            for k, v in self.attrs.items()
+            if k == "topk" or (v not in neutral and (grouped or "group" not in k))
+        ]
         return f"{self.op}({', '.join(shown)})"
 
 
