@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -46,15 +46,18 @@ class BuildWithKernels(build_py):
             print(f"ascend-deep installs without its C++ kernels: {error}", file=sys.stderr, flush=True)
 
 
+class BinaryDistribution(Distribution):
+    """Says that the package is not pure Python, so that it installs where platform packages go."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for every Python of this platform: the library uses LibTorch's stable ABI and no Python ABI."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(distclass=BinaryDistribution, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
