@@ -15,6 +15,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -60,49 +61,56 @@ def _install(python: Path, *what: object, cwd: Path) -> None:
     _run(*pip, "install", "--no-index", "--no-deps", "--no-build-isolation", *what, cwd=cwd)
 
 
+class Built(NamedTuple):
+    """A copy of the sources, the source archive made of it, and the wheel that was built from the archive."""
+
+    tree: Path
+    archive: Path
+    wheel: Path
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source archive, and the wheel that is built from it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     work = tmp_path_factory.mktemp("built")
     tree = _copy(work / "tree")
     _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "dist", tree, cwd=work)
     (archive,) = (work / "dist").glob("*.tar.gz")
     (wheel,) = (work / "dist").glob("*.whl")
-    return archive, wheel
+    return Built(tree, archive, wheel)
 
 
 @pytest.fixture(scope="module")
-def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The python of an environment with the wheel in it."""
     at = tmp_path_factory.mktemp("wheel") / "venv"
     python = _venv(at)
-    _install(python, built[1], cwd=at.parent)
+    _install(python, built.wheel, cwd=at.parent)
     return python
 
 
-def test_wheel_holds_packages_kernels_and_their_sources(built: tuple[Path, Path]) -> None:
-    names = set(zipfile.ZipFile(built[1]).namelist())
+def test_wheel_holds_packages_kernels_and_their_sources(built: Built) -> None:
+    names = set(zipfile.ZipFile(built.wheel).namelist())
     expected = {KERNELS}
-    for package, folder in [(p, "ascend_deep" if p == "ascend_deep" else p.replace(".", "/")) for p in PACKAGES]:
-        home = "ascend_deep" if package == "ascend_deep" else "ascend_deep/" + folder
-        files = [f for pattern in ("*.py", "*.cpp", "*.h") for f in (ROOT / folder).glob(pattern)]
+    for package in PACKAGES:
+        folder = package.replace(".", "/")
+        home = "ascend_deep" if package == "ascend_deep" else f"ascend_deep/{folder}"
+        files = [f for pattern in ("*.py", "*.cpp", "*.h") for f in (built.tree / folder).glob(pattern)]
         assert files, folder
         expected |= {f"{home}/{f.name}" for f in files}
-    assert not expected - names
-    extra = {n for n in names - expected if ".dist-info/" not in n}
-    assert not extra
+    assert sorted(expected - names) == []
+    assert [n for n in sorted(names - expected) if ".dist-info/" not in n] == []
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 
-def test_wheel_is_for_the_platform_and_for_every_python(built: tuple[Path, Path]) -> None:
-    name = built[1].name
+def test_wheel_is_for_the_platform_and_for_every_python(built: Built) -> None:
+    name = built.wheel.name
     assert "-py3-none-" in name and not name.endswith("-any.whl"), name
 
 
-def test_source_archive_holds_what_a_build_needs(built: tuple[Path, Path]) -> None:
-    with tarfile.open(built[0]) as archive:
+def test_source_archive_holds_what_a_build_needs(built: Built) -> None:
+    with tarfile.open(built.archive) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
-    cpp = {f"native/cpu/{f.name}" for pattern in ("*.cpp", "*.h") for f in (ROOT / "native/cpu").glob(pattern)}
+    cpp = {f"native/cpu/{f.name}" for pattern in ("*.cpp", "*.h") for f in (built.tree / "native/cpu").glob(pattern)}
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "native/cpu/build.py", *cpp} <= names
     assert not [n for n in names if n.endswith(".so")]
 
@@ -129,10 +137,10 @@ print(len(seen))
 """
 
 
-def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
+def test_every_module_imports_from_the_wheel(built: Built, python: Path, tmp_path: Path) -> None:
     count = int(_run(python, "-c", FROM_WHEEL, *PACKAGES, cwd=tmp_path))
-    folders = ["ascend_deep" if p == "ascend_deep" else p.replace(".", "/") for p in PACKAGES]
-    files = [f for folder in folders for f in (ROOT / folder).glob("*.py") if f.name != "__main__.py"]
+    folders = [built.tree / package.replace(".", "/") for package in PACKAGES]
+    files = [f for folder in folders for f in folder.glob("*.py") if f.name != "__main__.py"]
     assert count >= len(files)
 
 
