@@ -22,8 +22,9 @@ def test_opcheck(name: str, sample: ops.Sample) -> None:
         pytest.skip("opcheck multiplies its inputs, torch has no FP8 product; test_ops_reference compares the bits")
     definition = ops.op(name)
     torch.library.opcheck(definition.overload, sample.args, sample.kwargs)
-    if definition.backward is None:
-        return
+    first = sample.args[0]
+    if definition.backward is None or not first.is_floating_point():
+        return  # opcheck adds up the outputs, in place, in the dtype of the first
     args = tuple(
         a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.dtype in _FLOATS else a
         for a in sample.args
