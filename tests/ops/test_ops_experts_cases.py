@@ -92,9 +92,7 @@ def test_ids_of_other_ranks_and_skipped_slots_contribute_exactly_zero(experts: E
     idx[5] = torch.tensor([-1, offset + 6, 2])
     clean = dense(x, idx.sub(offset).where(idx >= 0, 0).clamp(0, 5), weights, w13, b13, w2, b2, silu_halves)
     inside = (idx >= offset) & (idx < offset + 6)
-    wanted = dense(
-        x, (idx - offset).clamp(0, 5), torch.where(inside, weights, 0.0), w13, b13, w2, b2, silu_halves
-    )
+    wanted = dense(x, (idx - offset).clamp(0, 5), torch.where(inside, weights, 0.0), w13, b13, w2, b2, silu_halves)
     assert (clean - wanted).abs().max() > 0.1
     x = x.clone()
     x[5] = float("nan")
@@ -248,7 +246,11 @@ def test_wild_ids_do_not_crash_the_process() -> None:
         ({"weight_layout": "nke"}, ValueError, "weight_layout is 'nke'; it must be one of 'enk', 'ekn'"),
         ({"alpha": 1.7}, ValueError, "alpha is 1.7, but act 'silu' does not use it"),
         ({"limit": -1.0}, ValueError, "limit is -1.0; it must be positive"),
-        ({"x": torch.randn(4, 16).int()}, TypeError, "x has dtype int32; accepted: float32, bfloat16, float16, float64"),
+        (
+            {"x": torch.randn(4, 16).int()},
+            TypeError,
+            "x has dtype int32; accepted: float32, bfloat16, float16, float64",
+        ),
         ({"x": torch.randn(4, 16).bfloat16()}, TypeError, "w13 has dtype float32; accepted: bfloat16"),
         ({"x": torch.randn(4, 15)}, ValueError, "H of w13 in this layout is 16, but H of x is 15"),
         ({"x": torch.randn(4, 2, 8)}, ValueError, r"x has 3 dimensions; it must be \[T, H\]"),
@@ -265,7 +267,11 @@ def test_wild_ids_do_not_crash_the_process() -> None:
         ({"w13": torch.randn(6, 24, 16, device="meta")}, TypeError, "x is on cpu, but w13 is on meta"),
         ({"b2": torch.randn(6, 16, device="meta")}, TypeError, "x is on cpu, but b2 is on meta"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype is torch.int32"),
-        ({"w13": torch.randn(6, 12, 16), "interleaved": True}, ValueError, "interleaved is True, but w13 has no up half"),
+        (
+            {"w13": torch.randn(6, 12, 16), "interleaved": True},
+            ValueError,
+            "interleaved is True, but w13 has no up half",
+        ),
         ({"w13": torch.randn(6, 12, 16), "act": "swiglu_oai"}, ValueError, "'swiglu_oai' needs a gate and an up half"),
         ({"w2": None}, TypeError, "w2 is missing"),
     ],

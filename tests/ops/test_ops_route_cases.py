@@ -215,7 +215,11 @@ def test_any_number_of_tokens(route: Route, tokens: int) -> None:
     [
         ({"topk": 9}, ValueError, "topk is 9, but logits have only 8 experts"),
         ({"topk": 0}, ValueError, "topk is 0; it must be at least 1"),
-        ({"scoring": "sparsemixer"}, ValueError, "'sparsemixer'; it must be one of 'softmax', 'sigmoid', 'sqrtsoftplus'"),
+        (
+            {"scoring": "sparsemixer"},
+            ValueError,
+            "'sparsemixer'; it must be one of 'softmax', 'sigmoid', 'sqrtsoftplus'",
+        ),
         ({"select": "weights"}, ValueError, "select is 'weights'; it must be one of 'scores', 'logits'"),
         ({"renorm": "l2"}, ValueError, "renorm is 'l2'; it must be one of 'none', 'sum', 'clamp'"),
         ({"n_group": 3}, ValueError, "n_group is 3; it must divide the 8 experts"),
