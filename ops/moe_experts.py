@@ -58,7 +58,7 @@ def moe_experts(
     Args:
         x: [T, H], f32, bf16, f16 or f64.
         idx: [T, K] i64 or i32, global expert ids; ids outside the local range are skipped, -1 always.
-        weights: [T, K], f32 or the dtype of ``x``.
+        weights: [T, K], f32, bf16, f16 or f64, whatever the dtype of ``x``; never rounded.
         w13, w2: expert weights in the dtype of ``x``, shapes by ``weight_layout``. ``w2`` is required.
         b13, b2: [E, N] and [E, H] in the dtype of ``x``, or ``None``.
         act, alpha, limit, interleaved: see ``ops/activations.py``; ``interleaved`` needs experts with a gate.
@@ -120,8 +120,8 @@ def check_experts(
         _check.dtypes(op, "x", x, _check.FLOATING)
     if idx.dtype not in _check.INDEX:
         _check.dtypes(op, "idx", idx, _check.INDEX)
-    if weights.dtype not in (torch.float32, dtype):
-        _check.dtypes(op, "weights", weights, (torch.float32, dtype))
+    if weights.dtype not in _check.FLOATING:
+        _check.dtypes(op, "weights", weights, _check.FLOATING)
     enk = weight_layout == "enk"
     x_shape, idx_shape, weights_shape, w13_shape, w2_shape = x.shape, idx.shape, weights.shape, w13.shape, w2.shape
     if not (len(x_shape) == len(idx_shape) == len(weights_shape) == 2 and len(w13_shape) == len(w2_shape) == 3):
@@ -311,12 +311,7 @@ def _autocast(
 
     if kwargs["out_dtype"] is None:
         kwargs = {**kwargs, "out_dtype": x.dtype}
-    return (cast(x), idx, _weights_like(weights, cast(x)), *(cast(t) for t in rest)), kwargs
-
-
-def _weights_like(weights: Tensor, x: Tensor | None) -> Tensor:
-    """Routing weights as given; only 16-bit weights of another 16-bit dtype than x, which the op refuses, go to f32."""
-    return weights if x is None or weights.dtype in (torch.float32, x.dtype) else weights.float()
+    return (cast(x), idx, weights, *(cast(t) for t in rest)), kwargs
 
 
 def _debug(x: Tensor, idx: Tensor, weights: Tensor, w13: Tensor, *_: Any, expert_offset: int, **__: Any) -> None:
