@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -24,6 +26,7 @@ from torch import fx
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.purity import is_pure
+from ascend_deep.passes.stand_ins import STAND_INS
 
 __all__ = ["Dims", "Program", "Ref", "Region", "Size", "slice_region"]
 
@@ -47,6 +50,16 @@ _SIZE_ARGS: Mapping[str, tuple[int, ...]] = {
     "aten.split_with_sizes": (1,),
     "aten.slice": (2, 3),
     "aten.narrow": (2, 3),
+}
+
+# Ops that read only the shape of their first argument, and what they fill with: they run as ``aten.full``, so that a
+# region may take the shape of a tensor from elsewhere without reading it.
+_SHAPE_ONLY: Mapping[str, float | None] = {
+    "aten.zeros_like": 0,
+    "aten.ones_like": 1,
+    "aten.full_like": None,
+    "aten.new_zeros": 0,
+    "aten.new_ones": 1,
 }
 
 
@@ -78,13 +91,16 @@ class Dims:
         if isinstance(value, sympy.Expr):
             if not value.free_symbols:
                 return self.literals.get(int(value), int(value))
-            substituted = value.subs({s: self.symbols[str(s)] for s in value.free_symbols})
-            return int(substituted)
+            return self.size_of_text(str(value))
         return self.literals.get(value, value)
 
     def size_of_text(self, expr: str) -> int:
         """The size of an expression in text form, e.g. ``"2*s33*s50"``."""
-        return self.size(sympy.sympify(expr, locals=_Symbols(expr)))
+        code = _arithmetic(expr)
+        if code is not None:
+            return int(eval(code, {"__builtins__": {}}, dict(self.symbols)))
+        parsed = sympy.sympify(expr, locals=_Symbols(expr))
+        return int(parsed.subs({s: self.symbols[str(s)] for s in parsed.free_symbols}))
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape that ``node`` has at these sizes."""
@@ -188,12 +204,15 @@ def slice_region(
             continue
         if node.op != "call_function":
             return Refusal(f"the block also reads {node.name}, which is not one of its known inputs.", node)
-        if isinstance(view.val(node), (torch.SymInt, int, torch.SymFloat, float)):
+        if isinstance(view.val(node), (torch.SymFloat, torch.SymBool)):
+            return Refusal("the block depends on a number that is only known at run time.", node)
+        if isinstance(view.val(node), (torch.SymInt, int, float)):
             continue  # a size: evaluated, not computed
         if not is_pure(node):
             return Refusal(f"{op_name(node)} inside the block is not on the list of pure ops.", node)
         inside.add(node)
-        pending.extend(a for a in node.all_input_nodes if a not in stop)
+        if not _reads_shape_only(node):
+            pending.extend(a for a in node.all_input_nodes if a not in stop)
     segments = {view.segment[n] for n in inside if n.op == "call_function"}
     if len(segments) > 1:
         return Refusal("the block spans a change of grad mode or autocast.", outputs[0])
@@ -235,6 +254,8 @@ class Program:
         for node in region.nodes:
             if node.op == "get_attr":
                 steps.append(Step("constant", torch.clone, (_small_constant(node),), {}))
+            elif _reads_shape_only(node) and node.args[0] not in index:
+                steps.append(_as_full(node))
             else:
                 args = tuple(_encode(a, index) for a in node.args)
                 kwargs = {
@@ -265,7 +286,7 @@ class Program:
         for step in self.steps:
             args = [decode(a, i in step.sizes) for i, a in enumerate(step.args)]
             kwargs = {k: decode(v, False) for k, v in step.kwargs.items()}
-            env.append(step.target(*args, **kwargs))
+            env.append(STAND_INS.get(step.name, step.target)(*args, **kwargs))
         return tuple(inputs[-1 - r] if r < 0 else env[r] for r in self.results)
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,13 +317,19 @@ class Program:
         return Program(tuple(data["roles"]), tuple(steps), tuple(data["results"]))
 
 
+@lru_cache(maxsize=4096)
+def _arithmetic(expr: str) -> CodeType | None:
+    """Code of an expression that holds only size symbols, integers, ``+ - *`` and parentheses; sympy is slow."""
+    if re.fullmatch(r"(?:[suz]\d+|\d+|[-+*() ])+", expr) is None:
+        return None
+    return compile(expr, "size", "eval")
+
+
 # -- encoding -------------------------------------------------------------------------------------------------------
 class _Symbols(dict):  # type: ignore[type-arg]
     """Names of size symbols for ``sympify``: every identifier is a plain positive integer symbol."""
 
     def __init__(self, expr: str) -> None:
-        import re
-
         super().__init__({n: sympy.Symbol(n, positive=True, integer=True) for n in re.findall(r"\b[suz]\d+\b", expr)})
 
 
@@ -321,6 +348,24 @@ def _encode(a: Any, index: Mapping[fx.Node, int]) -> Any:
     if isinstance(a, torch.SymInt):
         return Size(str(a.node.expr))
     return a
+
+
+def _reads_shape_only(node: fx.Node) -> bool:
+    """True for a fill of a given tensor's shape with a number."""
+    name = op_name(node)
+    if name not in _SHAPE_ONLY or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    fill = node.args[1] if name == "aten.full_like" and len(node.args) > 1 else node.kwargs.get("fill_value")
+    return not isinstance(fill, fx.Node)
+
+
+def _as_full(node: fx.Node) -> Step:
+    value = node.meta["val"]
+    fill = _SHAPE_ONLY[op_name(node)]
+    if fill is None:
+        fill = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]  # type: ignore[assignment]
+    sizes = [_encode(s, {}) for s in value.shape]
+    return Step("aten.full", torch.ops.aten.full.default, (sizes, fill), {"dtype": value.dtype})
 
 
 def _small_constant(node: fx.Node) -> torch.Tensor | None:

@@ -1,0 +1,508 @@
+"""Where the experts of a MoE layer begin and end: the cut that the grouped and the batched recogniser share.
+
+Experts are two products with a small function between them. Three forms are known, by how a row meets its expert:
+
+grouped  rows are sorted by expert, both products are grouped GEMMs over the same offsets;
+batched  each row gathers the weights of its expert, both products are batched over rows;
+dense    every expert runs on every token, and a router score that is zero for the experts not chosen weighs them.
+
+From the second product the first one, the stored weights, the expert ids, the tokens, the biases and the routing
+weights are found backwards, and the sum over a token's experts forwards. Only structure that says *where* is read here;
+*what* the block computes is decided by running it (``experts_family.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import fx
+
+from ascend_deep.passes._types import Refusal
+from ascend_deep.passes.graph_view import GraphView, op_name
+from ascend_deep.passes.normal_form import Term, size
+from ascend_deep.passes.region import Region, slice_region
+
+__all__ = [
+    "Pair",
+    "Product",
+    "cut_routed",
+    "divide",
+    "expert_product",
+    "moved",
+    "moved_tokens",
+    "pair_of",
+    "regions",
+    "stored_problem",
+    "stored_weight",
+]
+
+_PRODUCTS = ("Gemm", "Einsum", "GroupedGemm")
+# What no activation is made of: behind it lies another layer.
+_NEVER_BETWEEN = ("Rows", "AddRows", "Expand", "aten.sum", "aten.mean")
+_MOVES = ("Reshape", "Permute", "Expand", "Cast", "Mask")
+
+# What may happen to the rows of the second product on their way to the sum over a token's experts.
+_ON_THE_WAY = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mul", "div", "add", "masked_fill", "where", "index", "index_select", "gather", "view", "reshape",
+        "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "permute", "transpose", "t", "_to_copy", "to",
+        "type_as", "clone", "contiguous", "expand",
+    )
+)  # fmt: skip
+_SUMS = frozenset(
+    f"aten.{name}"
+    for name in ("sum", "index_add", "scatter_add", "index_put", "bmm", "matmul", "baddbmm", "einsum", "mm")
+)
+_OTHER_REDUCTIONS = frozenset(
+    f"aten.{name}" for name in ("mean", "amax", "amin", "max", "min", "prod", "median", "logsumexp", "scatter_reduce")
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with expert weights.
+
+    Attributes:
+        term: the product.
+        rows: the operand that comes from the tokens.
+        weight: the other operand, as the product reads it.
+        stored: the weight as it is stored: gathers and transposes looked through.
+        ids: what the rows of ``stored`` are gathered by (batched form).
+        offs: where the groups end (grouped form).
+    """
+
+    term: Term
+    rows: Term
+    weight: Term
+    stored: Term
+    ids: Term | None = None
+    offs: Term | None = None
+
+    @property
+    def kind(self) -> str:
+        """``"grouped"``, ``"batched"`` or ``"dense"``."""
+        if self.offs is not None:
+            return "grouped"
+        return "dense" if self.ids is None else "batched"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two products of one block of experts. ``others``: more products beside the first (separate gate and up)."""
+
+    first: Product
+    second: Product
+    others: tuple[Product, ...] = ()
+
+
+def expert_product(term: Term) -> Product | None:
+    """``term`` as a product with expert weights, or ``None`` if it is something else."""
+    if term.op == "GroupedGemm":
+        rows, weight, offs = term.args
+        return Product(term, rows, weight, stored_weight(weight), offs=offs) if len(weight.shape) == 3 else None
+    if term.op not in ("Gemm", "Einsum"):
+        return None
+    for rows, weight in (term.args, term.args[::-1]):
+        gathered = _gather(weight)
+        if gathered is not None:
+            return Product(term, rows, weight, stored_weight(gathered.args[0]), ids=gathered.args[1])
+    for rows, weight in (term.args, term.args[::-1]):
+        stored = stored_weight(weight)
+        held = stored.args[0] if stored.op == "Cast" else stored
+        if len(stored.shape) == 3 and held.op in ("placeholder", "get_attr") and rows.op not in ("placeholder",):
+            return Product(term, rows, weight, stored)
+    return None
+
+
+def _gather(weight: Term) -> Term | None:
+    """The deepest gather of rows of a tensor [E, a, b] that ``weight`` is moved from."""
+    found = None
+    term = weight
+    while term.op in (*_MOVES, "Rows"):
+        if term.op == "Rows" and len(term.args[0].shape) == 3 and term.is_float:
+            found = term
+        term = term.args[0]
+    return found
+
+
+def stored_weight(weight: Term) -> Term:
+    """``weight`` without transposes of its last two dims."""
+    while weight.op == "Permute" and weight.attrs == (0, 2, 1) and weight.args[0].nodes:
+        weight = weight.args[0]
+    return weight
+
+
+def pair_of(term: Term) -> Pair | None:
+    """The block whose second product is ``term``, or ``None`` if no product of the same kind feeds it."""
+    second = expert_product(term)
+    if second is None:
+        return None
+    found: list[Product] = []
+    for inner in _below(second.rows):
+        product = expert_product(inner)
+        if product is None or product.kind != second.kind or product.stored is second.stored:
+            continue
+        if _experts(product) != _experts(second) or (found and product.rows is not found[0].rows):
+            continue
+        found.append(product)
+    return Pair(found[0], second, tuple(found[1:])) if found else None
+
+
+def _experts(product: Product) -> Any:
+    return product.stored.shape[0]
+
+
+def _below(term: Term, limit: int = 48) -> Iterator[Term]:
+    """Products that feed ``term`` with no other product between, nearest first."""
+    seen = {term.number}
+    pending = [term]
+    while pending and len(seen) < limit:
+        current = pending.pop(0)
+        if current.op in _PRODUCTS and current is not term:
+            yield current
+            continue
+        if current.op in _NEVER_BETWEEN:
+            continue
+        for inner in current.args:
+            if (inner.number not in seen and inner.is_float) or inner.op in ("Split", "SplitSizes"):
+                seen.add(inner.number)
+                pending.append(inner)
+
+
+def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refusal:
+    """The regions of a grouped or batched block, largest first."""
+    first, second = pair.first, pair.second
+    refusal = stored_problem(pair)
+    if refusal is not None:
+        return refusal
+    routed = _expert_ids(first)
+    if routed is None:
+        return Refusal("no tensor of expert ids was found that puts rows and experts together.", second.term.node)
+    ids, slots = routed
+    rows = ids.numel
+    tokens = divide(rows, slots)
+    hidden = divide(second.term.numel, rows)
+    if tokens is None or hidden is None:
+        return Refusal(
+            f"the second product has {second.term.numel} elements for {rows} pairs of token and expert.",
+            second.term.node,
+        )
+    x = moved_tokens(first.rows, tokens * hidden, hidden, ids)
+    if x is None:
+        return Refusal("the tokens that enter the first product were not found.", first.term.node)
+    leaves = {"x": x, "idx": ids}
+    return regions(view, name, pair, leaves, tokens, hidden, rows, slots)
+
+
+def regions(
+    view: GraphView, name: str, pair: Pair, leaves: Mapping[str, Term], tokens: Any, hidden: Any, rows: Any, slots: int,
+    hints: Mapping[str, Any] | None = None,
+) -> Sequence[Region] | Refusal:  # fmt: skip
+    """Find what is still missing (biases, routing weights, the sum) and slice.
+
+    Args:
+        leaves: the inputs known so far, "x" and "idx", and "weights" if it is known.
+        tokens, hidden, rows: number of tokens, hidden size, rows of the second product.
+        slots: experts per token.
+    """
+    first, second = pair.first, pair.second
+    outputs = _outputs(view, second, tokens, hidden, rows, leaves["x"])
+    if isinstance(outputs, Refusal):
+        return outputs
+    found: dict[str, Term] = dict(leaves)
+    problem = _frontier(view, pair, outputs[0], rows, slots, found)
+    if problem is not None:
+        return problem
+    if "weights" not in found:
+        return Refusal("the routing weights were not found: nothing scales the experts' rows.", outputs[0])
+    order = {
+        "x": found["x"],
+        "idx": found["idx"],
+        "weights": found["weights"],
+        "w13": first.stored,
+        "b13": found.get("b13"),
+        "w2": second.stored,
+        "b2": found.get("b2"),
+    }
+    inputs = {role: _node(term) for role, term in order.items() if term is not None}
+    if None in inputs.values():
+        return Refusal("an input of the block has no node of its own.", second.term.node)
+    facts = {"kind": first.kind, "slots": slots, **(hints or {})}
+    cuts = [slice_region(view, name, inputs, [out], facts) for out in outputs]  # type: ignore[arg-type]
+    good = [c for c in cuts if isinstance(c, Region)]
+    return good or next(c for c in cuts if isinstance(c, Refusal))
+
+
+def _node(term: Term) -> fx.Node | None:
+    return term.node
+
+
+def stored_problem(pair: Pair) -> Refusal | None:
+    first, second = pair.first, pair.second
+    if pair.others:
+        return Refusal(
+            "gate and up have separate weights, and the op takes one tensor that holds both.",
+            first.term.node,
+            "Store gate and up as one parameter [E, 2I, H], or call ascend_deep.prepare(model).",
+        )
+    for product, role in ((first, "first"), (second, "second")):
+        stored = product.stored
+        if stored.op == "Permute":
+            dims = list(stored.attrs)
+            return Refusal(
+                f"the weights of the {role} product are permuted by {dims}, which is not a transpose of their last two "
+                "dims.",
+                product.term.node,
+                "Store the expert weights with the expert dim first.",
+            )
+        if len(stored.shape) != 3:
+            return Refusal(
+                f"the weights of the {role} product have {len(stored.shape)} dims; [E, N, H] has three.",
+                product.term.node,
+            )
+    if first.stored.shape[0] != second.stored.shape[0]:
+        return Refusal(
+            f"the first product has {first.stored.shape[0]} experts and the second {second.stored.shape[0]}.",
+            second.term.node,
+        )
+    if first.offs is not None and first.offs is not second.offs:
+        return Refusal("the two grouped products have different offsets.", second.term.node)
+    return None
+
+
+# -- leaves ---------------------------------------------------------------------------------------------------------
+def _expert_ids(first: Product) -> tuple[Term, int] | None:
+    """The ids [.., K] that route rows to experts, and K."""
+    slots = None
+    start = first.ids
+    if start is None:
+        order = next((t for t in _index_terms(first.rows) if t.op == "Order"), None)
+        if order is None and first.offs is not None:
+            order = next((t for t in _ints(first.offs) if t.op in ("Order", "Sorted", "Offsets")), None)
+        if order is None:
+            return None
+        start = order.args[0]
+        division = next((t for t in _index_terms(first.rows) if t.op == "IntDiv"), None)
+        slots = division.attrs[0] if division is not None else None
+    ids = start
+    while (ids.op in ("Reshape", "Cast", "Sorted") or ids.op.startswith("aten.clamp")) and ids.args:
+        if ids.op == "Reshape" and ids.nodes and slots is None and len(ids.shape) == 1 and not ids.args[0].nodes:
+            break
+        ids = ids.args[0]
+    if ids.dtype is None or ids.is_float or not ids.nodes:
+        return None
+    if slots is None:
+        slots = ids.shape[-1] if len(ids.shape) > 1 else 1
+    return (ids, slots) if isinstance(slots, int) and slots > 0 else None
+
+
+def _index_terms(rows: Term) -> Iterator[Term]:
+    """Integer terms that decide which token a row is, outermost gather first."""
+    term = rows
+    while True:
+        if term.op == "Rows":
+            yield from _ints(term.args[1])
+        if term.op in (*_MOVES, "Rows"):
+            term = term.args[0]
+        elif term.op == "aten.mul":
+            term = max(term.args, key=lambda t: len(t.shape) and t.shape[-1] != 1)
+        else:
+            return
+
+
+def _ints(term: Term, limit: int = 24) -> Iterator[Term]:
+    for inner, _ in zip(term.walk(), range(limit), strict=False):
+        yield inner
+
+
+def moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | None:
+    """The tokens [.., H] of which ``rows`` are copies, or ``None``."""
+    term = rows
+    while True:
+        routed = term.op == "Rows" and term.args[1].mentions(ids)
+        if term.op == "aten.mul":  # routing weights on the input: the wider operand is the tokens'
+            wide = [t for t in term.args if t.numel == term.numel and t.shape and t.shape[-1] != 1]
+            if not wide:
+                return None
+            term = wide[0]
+        elif routed or (term.op in (*_MOVES, "Rows") and (term.numel != elements or _leads_to_rows(term, ids))):
+            term = term.args[0]
+        else:
+            break
+    while term.op in ("Reshape",) and (not term.nodes or term.args[0].shape[-1:] == (hidden,)):
+        term = term.args[0]
+    fits = term.numel == elements and term.shape[-1:] == (hidden,) and term.nodes
+    return term if fits else None
+
+
+def _leads_to_rows(term: Term, ids: Term) -> bool:
+    """True if below movement there is still a gather by ``ids``."""
+    while term.op in _MOVES:
+        term = term.args[0]
+    return term.op == "Rows" and term.args[1].mentions(ids)
+
+
+def _weights(term: Term, rows: Any, slots: int, ids: Term) -> Term | None:
+    """The routing weights [.., K] of which ``term`` is a moved copy."""
+    gathers = [
+        t for t in _chain(term) if (t.op == "Rows" and t.args[1].mentions(ids)) or (t.op == "Mask" and t.mentions(ids))
+    ]
+    if gathers:
+        term = gathers[-1].args[0]
+    while term.op == "Reshape" and (not term.nodes or term.args[0].numel == rows):
+        term = term.args[0]
+    while term.op in ("Expand",) and term.args[0].numel == rows:
+        term = term.args[0]
+    return term if term.numel == rows and term.nodes else None
+
+
+def _chain(term: Term) -> list[Term]:
+    """``term`` and what it is moved from."""
+    chain = []
+    while term.op in (*_MOVES, "Rows"):
+        chain.append(term)
+        term = term.args[0]
+    return chain
+
+
+def _frontier(
+    view: GraphView, pair: Pair, out: fx.Node, rows: Any, slots: int, found: dict[str, Term]
+) -> Refusal | None:
+    """Classify every tensor that the block reads beside tokens, ids and expert weights: biases, routing weights."""
+    first, second = pair.first, pair.second
+    table = view.terms
+    ids = found["idx"]
+    inside = _between(view, first.term.nodes, out)
+    before_second = _between(view, first.term.nodes, second.term.nodes[0])
+    if first.rows.op == "aten.mul" or any(t.op == "aten.mul" for t in moved(first.rows)):
+        product = next(t for t in moved(first.rows) if t.op == "aten.mul")
+        for side in product.args:
+            leaf = _weights(side, rows, slots, ids) if side.is_float and _is_narrow(side, product) else None
+            if leaf is not None and "weights" not in found:
+                found["weights"] = leaf
+    for node in inside:
+        for read in node.all_input_nodes:
+            if read in inside:
+                continue
+            term = table.term(read)
+            if not term.is_float or term in (first.rows, first.weight, second.weight):
+                continue
+            bias = _bias(term, first.stored.shape[0])
+            if bias is not None:
+                role = "b13" if node in before_second else "b2"
+                if found.setdefault(role, bias) is not bias:
+                    return Refusal(f"the block adds two different biases to its {role[1:]} product.", node)
+            elif term.numel == rows and "weights" not in found:
+                leaf = _weights(term, rows, slots, ids)
+                if leaf is not None:
+                    found["weights"] = leaf
+    return None
+
+
+def _is_narrow(side: Term, product: Term) -> bool:
+    return side.numel != product.numel or side.shape[-1:] == (1,) or side.op == "Expand"
+
+
+def moved(term: Term) -> Iterator[Term]:
+    """``term`` and what it is moved from, up to and including the first term that is not movement."""
+    while True:
+        yield term
+        if term.op not in (*_MOVES, "Rows"):
+            return
+        term = term.args[0]
+
+
+def _bias(term: Term, experts: Any) -> Term | None:
+    """The stored bias [E, n] of which ``term`` gathers rows."""
+    for t in _chain(term):
+        if t.op == "Rows" and len(t.args[0].shape) == 2 and t.args[0].shape[0] == experts and t.args[0].nodes:
+            return t.args[0]
+    return None
+
+
+def _between(view: GraphView, starts: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
+    """Nodes on a path from ``starts`` to ``end``, both included."""
+    last = view.order[end]
+    forward: set[fx.Node] = set()
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node in forward or view.order.get(node, last + 1) > last:
+            continue
+        forward.add(node)
+        pending.extend(node.users)
+    backward: set[fx.Node] = set()
+    pending = [end]
+    while pending:
+        node = pending.pop()
+        if node in backward or node not in forward:
+            continue
+        backward.add(node)
+        pending.extend(node.all_input_nodes)
+    return backward
+
+
+# -- the sum --------------------------------------------------------------------------------------------------------
+def _outputs(view: GraphView, second: Product, tokens: Any, hidden: Any, rows: Any, x: Term) -> list[fx.Node] | Refusal:
+    """Where the block may end: the cast after the sum over a token's experts, and the sum itself."""
+    wanted, wide = tokens * hidden, rows * hidden
+    table = view.terms
+    pending = list(second.term.nodes)
+    seen: set[fx.Node] = set(pending)
+    sums: list[fx.Node] = []
+    others: list[str] = []
+    passed: list[fx.Node] = []
+    while pending:
+        node = pending.pop(0)
+        for user in node.users:
+            name = op_name(user)
+            if user in seen or view.tensor(user) is None:
+                continue
+            seen.add(user)
+            elements = table.term(user).numel
+            if name in _SUMS and elements == wanted and (name != "aten.index_put" or _accumulates(user)):
+                sums.append(user)
+            elif name in _ON_THE_WAY and elements == wide:
+                passed.append(user)
+                pending.append(user)
+            elif name in _OTHER_REDUCTIONS and elements == wanted:
+                others.append(name.removeprefix("aten."))
+    if not sums and wide == wanted and passed:  # one expert per token: there is nothing to sum
+        return sorted(passed, key=view.order.__getitem__, reverse=True)
+    if not sums:
+        why = f"they are combined by {others[0]}" if others else "no sum over the experts of a token follows"
+        return Refusal(f"the experts' outputs are not summed per token: {why}.", second.term.node)
+    end = min(sums, key=view.order.__getitem__)
+    return _settle(view, end, (tokens, hidden), x)
+
+
+def _accumulates(node: fx.Node) -> bool:
+    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False))
+
+
+def _settle(view: GraphView, end: fx.Node, flat: tuple[Any, Any], x: Term) -> list[fx.Node] | Refusal:
+    """``end`` in a shape that can be emitted, and the cast of it if that is its only use; largest first."""
+    table = view.terms
+    good = (tuple(size(s) for s in flat), x.shape)
+    while table.term(end).shape not in good:
+        only = list(end.users)
+        if len(only) != 1 or table.term(only[0]).op != "Reshape":
+            shape = list(table.term(end).shape)
+            return Refusal(f"the sum over experts has the shape {shape}, not tokens × hidden.", end)
+        end = only[0]
+    users = list(end.users)
+    if len(users) == 1 and table.term(users[0]).op == "Cast" and op_name(users[0]) != "aten.clone":
+        return [users[0], end]
+    return [end]
+
+
+def divide(a: Any, b: Any) -> Any:
+    """a / b if that is exact (also for symbolic sizes), else ``None``."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else (0 if a == 0 else None)
+    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    return None if sympy.denom(quotient) != 1 else size(quotient)

@@ -1,0 +1,63 @@
+"""Recogniser of experts in the grouped form: rows sorted by expert, grouped GEMMs, rows put back.
+
+    order = argsort(idx);  h = grouped(x[order // K], w13, offs);  y = grouped(act(h), w2, offs) * weights[order]
+    out[t] = sum over the K rows of token t                          offs = running count of rows per expert
+
+Covers ``aten._grouped_mm`` and the custom op ``transformers::grouped_mm_fallback``; weights [E, N, H] and [E, H, N];
+biases gathered by the sorted ids; gated (halves or interleaved) and plain activations with limits; routing weights on
+input, hidden rows or output, before or after a cast; rows put back by an inverse permutation, index_add or scatter_add;
+ids of other ranks (expert parallel), which contribute zero. Not covered: separate weights for gate and up.
+
+The mathematics is decided in ``experts_family.py``. Contract: ``ops/moe_experts.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from ascend_deep.passes import experts_family
+from ascend_deep.passes._types import Probe, Refusal, Solution
+from ascend_deep.passes.builder import Builder
+from ascend_deep.passes.experts_cut import cut_routed, pair_of
+from ascend_deep.passes.graph_view import GraphView
+from ascend_deep.passes.region import Region
+
+__all__ = ["RECOGNISER", "ExpertsGrouped"]
+
+
+class ExpertsGrouped:
+    """See the module."""
+
+    name = "experts_grouped"
+    op = "moe_experts"
+
+    def find(self, view: GraphView) -> Sequence[fx.Node]:
+        """Grouped products that another grouped product feeds."""
+        calls = view.calls("aten._grouped_mm", "transformers.grouped_mm_fallback")
+        return [n for n in calls if pair_of(view.terms.term(n)) is not None]
+
+    def cut(self, view: GraphView, anchor: fx.Node) -> Sequence[Region] | Refusal:
+        """From tokens, ids, weights and biases to the sum over a token's experts."""
+        pair = pair_of(view.terms.term(anchor))
+        if pair is None:
+            return Refusal("no grouped product feeds this one.", anchor)
+        return cut_routed(view, self.name, pair)
+
+    def solve(self, region: Region) -> Solution | Refusal:
+        """The member of ``moe_experts`` that the region computes."""
+        return experts_family.solve(region)
+
+    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
+        """See ``experts_family.probes``."""
+        return experts_family.probes(region, solution)
+
+    def emit(
+        self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
+    ) -> Sequence[fx.Node]:
+        """See ``experts_family.emit``."""
+        return experts_family.emit(build, region, inputs, solution)
+
+
+RECOGNISER = ExpertsGrouped()

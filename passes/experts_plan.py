@@ -1,0 +1,240 @@
+"""Small sizes and random inputs for a region of experts.
+
+E and K stay as they are (routing is about them), T, H and I shrink. The mapping of literal sizes must keep equal sizes
+equal and should keep different ones different; several plans are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ascend_deep.passes.normal_form import numel, size
+from ascend_deep.passes.region import Dims, Region
+
+__all__ = ["Shape", "inputs", "layouts", "plans", "shape_of"]
+
+_TOKENS = (5, 7, 6, 4, 3, 9, 2, 1)
+_HIDDEN = (24, 40, 16, 8, 48, 32, 12, 20)
+_INNER = (8, 16, 32, 24, 12, 20, 6)
+# Never probe with weights larger than this, in elements: the sizes of a real model.
+_LARGEST = 1 << 23
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a block, as ints or expressions of the original graph: H, I and N of one weight layout."""
+
+    layout: str
+    tokens: Any
+    slots: int
+    experts: int
+    hidden: Any
+    inner: Any
+    wide: Any
+
+    @property
+    def gated(self) -> bool:
+        """The first product is twice as wide as the second is deep."""
+        return bool(self.wide != self.inner)
+
+
+def _val(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(size(s) for s in node.meta["val"].shape)
+
+
+def layouts(region: Region) -> list[Shape]:
+    """The weight layouts that the shapes allow: one, or both if the sizes coincide."""
+    w13, w2 = _val(region.inputs["w13"]), _val(region.inputs["w2"])
+    x = _val(region.inputs["x"])
+    hidden, slots = x[-1], int(region.hints["slots"])
+    tokens = numel(x[:-1])
+    found = []
+    for layout, (n, h), (h2, i) in (("enk", w13[1:], w2[1:]), ("ekn", w13[:0:-1], w2[:0:-1])):
+        if h == hidden and h2 == hidden and n in (i, 2 * i):
+            found.append(Shape(layout, tokens, slots, w13[0], hidden, i, n))
+    return found
+
+
+def shape_of(region: Region, layout: str) -> Shape:
+    """The sizes under one layout."""
+    return next(s for s in layouts(region) if s.layout == layout)
+
+
+def plans(region: Region, shape: Shape, count: int = 2) -> list[Dims]:
+    """Up to ``count`` mappings to small sizes, best first."""
+    literals = _literals(region)
+    x = _val(region.inputs["x"])
+    lead = list(x[:-1])
+    perfect: list[Dims] = []
+    usable: list[Dims] = []
+    pins = [shape.experts, shape.slots, shape.experts * shape.slots]
+    hiddens = [*_HIDDEN, *(s for s in pins if s not in _HIDDEN), *(2 * i for i in pins)]
+    inners = [*_INNER, *(s for s in pins if s not in _INNER)]
+    for tokens in _lead_sizes(lead, [*_TOKENS, *pins]):
+        for hidden, inner in itertools.product(hiddens, inners):
+            if shape.experts * hidden * inner > _LARGEST:
+                continue
+            pairs = list(_pairs(region, shape, literals, lead, tokens, hidden, inner))
+            dims = Dims.plan(pairs)
+            if dims is None:
+                continue
+            usable.append(dims)
+            if _distinct(pairs):
+                perfect.append(dims)
+                if len(perfect) == count or len(usable) > 64:
+                    return perfect
+                break
+            if len(usable) > 64:
+                return perfect or usable[:count]
+    return perfect or usable[:count]
+
+
+def _lead_sizes(lead: Sequence[Any], wanted: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Sizes for the leading dims of x: the first one that is free gets the number of tokens, the rest get little."""
+    if len(lead) == 1:
+        yield from ((t,) for t in wanted)
+        return
+    for t in wanted:
+        for rest in ((2,), (3,), (1,), (t,)):
+            sizes = [rest[0]] * len(lead)
+            sizes[-1] = t
+            yield tuple(1 if s == 1 else v for s, v in zip(lead, sizes, strict=True))
+
+
+def _pairs(
+    region: Region,
+    shape: Shape,
+    literals: set[int],
+    lead: Sequence[Any],
+    tokens: Sequence[int],
+    hidden: int,
+    inner: int,
+) -> Iterator[tuple[Any, int]]:
+    """(original size, wanted size) for every size that the region can hold."""
+    e, k = shape.experts, shape.slots
+    t = 1
+    for s in tokens:
+        t *= s
+    wide = 2 * inner if shape.gated else inner
+    yield from ((n, n) for n in (1, 0, -1))
+    yield e, e
+    yield k, k
+    yield shape.tokens, t
+    yield from zip(lead, tokens, strict=True)
+    yield shape.hidden, hidden
+    yield shape.inner, inner
+    yield shape.wide, wide
+    products = [
+        (shape.tokens * k, t * k),
+        (shape.tokens * e, t * e),
+        (k * shape.hidden, k * hidden),
+        (k * shape.wide, k * wide),
+        (k * shape.inner, k * inner),
+        (e * shape.hidden, e * hidden),
+        (e * shape.wide, e * wide),
+        (e * shape.inner, e * inner),
+        (shape.tokens * shape.hidden, t * hidden),
+    ]
+    yield from ((original, wanted) for original, wanted in products if original in literals)
+
+
+def _literals(region: Region) -> set[int]:
+    """Literal sizes in the region's program and in the shapes of its inputs."""
+    found: set[int] = set()
+
+    def add(a: Any) -> None:
+        if isinstance(a, (list, tuple)):
+            for x in a:
+                add(x)
+        elif isinstance(a, int) and not isinstance(a, bool):
+            found.add(a)
+
+    for step in region.program.steps:
+        for i in step.sizes:
+            if i < len(step.args):
+                add(step.args[i])
+    for node in region.inputs.values():
+        add(_val(node))
+    return found
+
+
+def _distinct(pairs: Sequence[tuple[Any, int]]) -> bool:
+    """Different originals stay different, so that no coincidence of small sizes can hide an error."""
+    back: dict[int, Any] = {}
+    return all(back.setdefault(wanted, original) == original for original, wanted in pairs)
+
+
+def inputs(
+    region: Region,
+    dims: Dims,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    gain: float = 1.0,
+    ids: str = "distinct",
+    skew: bool = False,
+) -> dict[str, Tensor]:
+    """Random CPU tensors by role.
+
+    Args:
+        dtype: floating dtype of all of them; ``None``: that of each input.
+        gain: magnitude of the first product's result; the second product's is of order 1 at gain 1.
+        ids: "distinct" ids per token, "repeated" (any), "one" (all rows on one expert) or "outside" (a third of the ids
+            is E or more).
+        skew: routing weights over several orders of magnitude, some exactly zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    slots, experts = int(region.hints["slots"]), int(region.inputs["w13"].meta["val"].shape[0])
+    out: dict[str, Tensor] = {}
+    for role, node in region.inputs.items():
+        shape = dims.shape(node)
+        if role == "idx":
+            out[role] = _ids(numel(shape) // slots, slots, experts, ids, generator).reshape(shape).to(_dtype(node))
+            continue
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if role == "w13":
+            value *= gain / dims.size(size(region.inputs["x"].meta["val"].shape[-1])) ** 0.5
+        elif role == "w2":
+            value *= min(shape[1:]) ** -0.5
+        elif role == "b13":
+            value *= gain / 2
+        elif role == "weights" and skew:
+            value = value * 10.0 ** torch.randint(-4, 2, shape, generator=generator)
+            value[torch.rand(shape, generator=generator) < 0.1] = 0.0
+        out[role] = value.to(dtype or _dtype(node))
+    return out
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _ids(tokens: int, slots: int, experts: int, kind: str, generator: torch.Generator) -> Tensor:
+    if kind == "repeated":
+        return torch.randint(0, experts, (tokens, slots), generator=generator)
+    if kind == "one":
+        return torch.full((tokens, slots), int(torch.randint(0, experts, (1,), generator=generator)))
+    if slots > experts:
+        return torch.randint(0, experts, (tokens, slots), generator=generator)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots].clone()
+    if kind == "outside":
+        away = torch.rand(tokens, slots, generator=generator) < 0.34
+        ids[away] = experts + torch.randint(0, 3, (int(away.sum()),), generator=generator)
+    return ids
+
+
+def score_chain(hints: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Calls that turn the chosen scores into routing weights (dense form), from their text in ``hints["score"]``."""
+    calls = []
+    for name, kwargs in json.loads(str(hints.get("score", "[]"))):
+        namespace, op, overload = name.split(".")
+        target = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+        calls.append((target, {k: getattr(torch, v) if k == "dtype" else v for k, v in kwargs.items()}))
+    return calls
