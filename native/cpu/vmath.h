@@ -16,7 +16,7 @@ AD_INLINE Vec vabs(Vec a) {
 AD_INLINE Vec at_most(Vec v, Vec hi) { return v > hi ? hi : v; }
 AD_INLINE Vec at_least(Vec v, Vec lo) { return v < lo ? lo : v; }
 
-// exp(x); 0 below -87.3 (where float32 becomes subnormal), saturates at exp(88.3), NaN stays NaN.
+// exp(x); 0 below -87.3 (where float32 becomes subnormal), infinite above 88.72, NaN stays NaN.
 AD_INLINE Vec vexp(Vec x) {
   const Vec c = at_least(at_most(x, splat(88.3f)), splat(-87.3f));
   // x = n ln2 + r with |r| <= ln2 / 2; adding 1.5 * 2^23 rounds to the nearest integer.
@@ -36,7 +36,7 @@ AD_INLINE Vec vexp(Vec x) {
   // n <= 127, so 2^n is a normal number whose exponent field is n + 127.
   const IVec e = (reinterpret_cast<IVec>(shifted) - 0x4b400000 + 127) << 23;
   const Vec y = p * reinterpret_cast<Vec>(e);
-  return x < splat(-87.3f) ? splat(0.0f) : y;
+  return x < splat(-87.3f) ? splat(0.0f) : (x > splat(88.72f) ? splat(INFINITY) : y);
 }
 
 AD_INLINE Vec vsigmoid(Vec x) { return 1.0f / (1.0f + vexp(-x)); }
