@@ -16,7 +16,19 @@ from ascend_deep.ops.moe_experts import MOE_EXPERTS, moe_experts
 from ascend_deep.ops.moe_experts_backward import MOE_EXPERTS_BACKWARD, moe_experts_backward
 from ascend_deep.ops.moe_permute import MOE_PERMUTE, moe_permute
 from ascend_deep.ops.moe_route import MOE_ROUTE, moe_route
+from ascend_deep.ops.mqa_logits import MQA_LOGITS, mqa_logits
+from ascend_deep.ops.mqa_logits_backward import MQA_LOGITS_BACKWARD, mqa_logits_backward
+from ascend_deep.ops.mqa_topk import MQA_TOPK, mqa_topk
+from ascend_deep.ops.paged_mqa import (
+    PAGED_KV_WRITE,
+    PAGED_MQA_LOGITS,
+    PAGED_MQA_LOGITS_METADATA,
+    paged_kv_write_,
+    paged_mqa_logits,
+    paged_mqa_logits_metadata,
+)
 from ascend_deep.ops.shadow import register_shadow
+from ascend_deep.ops.sparse_mqa_attention import SPARSE_MQA_ATTENTION, sparse_mqa_attention
 from ascend_deep.ops.swiglu import SWIGLU, swiglu
 
 __all__ = [
@@ -31,9 +43,16 @@ __all__ = [
     "moe_experts_backward",
     "moe_permute",
     "moe_route",
+    "mqa_logits",
+    "mqa_logits_backward",
+    "mqa_topk",
     "op",
+    "paged_kv_write_",
+    "paged_mqa_logits",
+    "paged_mqa_logits_metadata",
     "provider",
     "reference",
+    "sparse_mqa_attention",
     "strict",
     "swiglu",
 ]
@@ -48,6 +67,13 @@ OPS: Mapping[str, OpDef] = {
         SWIGLU,
         MOE_EXPERTS,
         MOE_EXPERTS_BACKWARD,
+        MQA_LOGITS,
+        MQA_LOGITS_BACKWARD,
+        MQA_TOPK,
+        PAGED_MQA_LOGITS,
+        PAGED_MQA_LOGITS_METADATA,
+        PAGED_KV_WRITE,
+        SPARSE_MQA_ATTENTION,
     )
 }
 

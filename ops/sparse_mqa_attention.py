@@ -1,0 +1,179 @@
+"""``sparse_mqa_attention``: attention over the keys that an indexer selected.
+
+    logit[b,h,s,j] = scale * (q[b,h,s,:] . k[b,g,t,:]) + mask[b,h,s,t]       t = idx[b,s,j],  g = h // (Hq / Hk)
+    out[b,h,s,:]   = sum over j of softmax over j (logit)[j] * v[b,g,t,:]
+    lse[b,h,s]     = log(sum over j of exp(logit) + exp(sink[h]))
+
+It equals ``scaled_dot_product_attention`` with a mask that hides every key that is not in ``idx``, and takes
+O(S * topk) work instead of O(S * T). One key head (MQA, the absorbed form of MLA), several (GQA), or one per query head.
+Rules:
+
+* Indices outside [0, T), -1 above all, are skipped; their rows of k and v are not read. The valid indices of a row must
+  be distinct: a key listed twice counts twice.
+* A boolean mask hides keys where it is False; a floating one is added, and hides keys where it is -inf. Keys that are
+  hidden from all heads do not count, though their k or v be NaN.
+* A row without any key gives out = 0 and lse = -inf (lse = sink with a sink).
+* ``sink`` is a logit without a value (the attention sink of GPT-OSS and DeepSeek-V4): it takes part in the softmax only.
+
+Arithmetic in f32 (f64); the result has the dtype of q, lse is f32 (f64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_deep.ops import _check
+from ascend_deep.ops._mqa_samples import attention_samples
+from ascend_deep.ops._op import OpDef, Tolerance
+
+__all__ = ["SPARSE_MQA_ATTENTION", "sparse_mqa_attention"]
+
+_OP = "sparse_mqa_attention"
+_ELEMENTS = 1 << 22  # gathered key elements that the reference holds at a time
+
+
+def sparse_mqa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    idx: Tensor,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over its own list of keys.
+
+    Args:
+        q: [B, Hq, S, D], f32, bf16, f16 or f64.
+        k: [B, Hk, T, D] in the dtype of q; Hk divides Hq.
+        v: [B, Hk, T, Dv] in the dtype of q; may be a view of k.
+        idx: [B, S, K], i32 or i64.
+        mask: [B or 1, Hq or 1, S or 1, T], bool or floating, or ``None``.
+        sink: [Hq] floating, or ``None``.
+        scale: multiplied to the products.
+
+    Returns:
+        out [B, Hq, S, Dv] in the dtype of q and lse [B, Hq, S] f32 (f64), contiguous.
+
+    Raises:
+        ValueError, TypeError: one sentence that names the argument.
+    """
+    return torch.ops.ascend_deep.sparse_mqa_attention.default(q, k, v, idx, mask, sink, scale=scale)
+
+
+def _check_args(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+) -> None:
+    _check.dtypes(_OP, "q", q, _check.FLOATING)
+    _check.rank(_OP, "q", q, "[B, Hq, S, D]", 4)
+    for name, tensor in (("k", k), ("v", v)):
+        _check.dtypes(_OP, name, tensor, (q.dtype,))
+        _check.rank(_OP, name, tensor, f"[B, Hk, T, {'D' if name == 'k' else 'Dv'}]", 4)
+        _check.size(_OP, f"B of {name}", tensor.shape[0], q.shape[0], "B of q")
+    _check.size(_OP, "Hk of v", v.shape[1], k.shape[1], "Hk of k")
+    _check.size(_OP, "T of v", v.shape[2], k.shape[2], "T of k")
+    _check.size(_OP, "D of k", k.shape[3], q.shape[3], "D of q")
+    torch._check_value(
+        k.shape[1] >= 1 and q.shape[1] % k.shape[1] == 0,
+        lambda: f"{_OP}: k has {k.shape[1]} heads; that must divide the {q.shape[1]} heads of q.",
+    )
+    _check.dtypes(_OP, "idx", idx, _check.INDEX)
+    _check.rank(_OP, "idx", idx, "[B, S, K]", 3)
+    _check.size(_OP, "B of idx", idx.shape[0], q.shape[0], "B of q")
+    _check.size(_OP, "S of idx", idx.shape[1], q.shape[2], "S of q")
+    if mask is not None:
+        _check.dtypes(_OP, "mask", mask, (torch.bool, *_check.FLOATING))
+        _check.rank(_OP, "mask", mask, "[B or 1, Hq or 1, S or 1, T]", 4)
+        for dim, what in ((0, "B"), (1, "Hq"), (2, "S")):
+            if not (type(mask.shape[dim]) is int and mask.shape[dim] == 1):
+                _check.size(_OP, f"{what} of mask", mask.shape[dim], q.shape[dim], f"{what} of q (or 1)")
+        _check.size(_OP, "T of mask", mask.shape[3], k.shape[2], "T of k")
+    if sink is not None:
+        _check.dtypes(_OP, "sink", sink, _check.FLOATING)
+        _check.rank(_OP, "sink", sink, "[Hq]", 1)
+        _check.size(_OP, "the size of sink", sink.shape[0], q.shape[1], "Hq of q")
+    _check.same_device(_OP, "q", q, k=k, v=v, idx=idx, mask=mask, sink=sink)
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    dtype = _check.compute_dtype(q.dtype)
+    batch, heads, rows, _ = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+    out = torch.zeros(batch, heads, rows, v.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.full((batch, heads, rows), -torch.inf, dtype=dtype, device=q.device)
+    if sink is not None:
+        lse[:] = sink.to(dtype).unsqueeze(1)
+    if keys == 0 or idx.shape[2] == 0:
+        return out, lse
+    step = max(_ELEMENTS // max(idx.shape[2] * (k.shape[3] + v.shape[3]) * key_heads, 1), 1)
+    for b in range(batch):
+        for begin in range(0, rows, step):
+            part = slice(begin, min(begin + step, rows))
+            at = idx[b, part].long()
+            hidden = (at < 0) | (at >= keys)
+            at = at.clamp(0, keys - 1)
+            # [heads, s, D] against [key heads, s, K, D], query heads of a group side by side.
+            query = q[b, :, part].to(dtype).unflatten(0, (key_heads, -1)).transpose(1, 2)
+            logits = (query @ k[b][:, at].to(dtype).transpose(2, 3)).transpose(1, 2).flatten(0, 1) * scale
+            hidden = hidden.expand(logits.shape)
+            if mask is not None:
+                plane = mask[b % mask.shape[0]].expand(heads, rows, keys)[:, part]
+                chosen = plane.gather(2, at.expand(heads, *at.shape))
+                if mask.dtype == torch.bool:
+                    hidden = hidden | ~chosen
+                else:
+                    hidden = hidden | (chosen == -torch.inf)
+                    logits = logits + chosen.to(dtype)
+            logits = logits.masked_fill(hidden, -torch.inf)
+            total = logits.logsumexp(2)
+            if sink is not None:
+                total = torch.logaddexp(total, sink.to(dtype).unsqueeze(1))
+            p = torch.where(hidden, 0.0, (logits - total.unsqueeze(2)).exp())
+            p = p.unflatten(0, (key_heads, -1)).transpose(1, 2)
+            # 0 * NaN is NaN: rows of hidden keys become zeros before the product, if no head sees them.
+            unseen = hidden.all(0).unsqueeze(-1)
+            values = v[b][:, at].to(dtype).masked_fill(unseen, 0.0)
+            out[b, :, part] = (p @ values).transpose(1, 2).flatten(0, 1).to(q.dtype)
+            lse[b, :, part] = total
+    return out, lse
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    shape = (q.shape[0], q.shape[1], q.shape[2])
+    return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=_check.compute_dtype(q.dtype))
+
+
+def _autocast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Scaled dot product attention runs in the autocast dtype."""
+    q, k, v, *rest = args
+    if q.dtype == torch.float64:
+        return args, kwargs
+    return (q.to(dtype), k.to(dtype), v.to(dtype), *rest), kwargs
+
+
+_REASON = "f32 products, one softmax over at most K terms, sums in any order, one rounding to the dtype of q"
+
+SPARSE_MQA_ATTENTION = OpDef(
+    name=_OP,
+    schema="(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor? mask, Tensor? sink, *, float scale) -> (Tensor, Tensor)",
+    check=_check_args,
+    reference=_reference,
+    fake=_fake,
+    no_backward="selected keys are attended to in inference; to train, use attention with the mask.",
+    autocast=_autocast,
+    tolerance={
+        torch.float64: Tolerance(1e-11, 1e-12, _REASON),
+        torch.float32: Tolerance(1e-4, 1e-5, _REASON),
+        torch.bfloat16: Tolerance(1.6e-2, 1e-2, _REASON),
+        torch.float16: Tolerance(2e-3, 2e-3, _REASON),
+    },
+    samples=attention_samples,
+)
