@@ -12,8 +12,8 @@ Operand formats of ``q`` and ``kv``, each on its own:
 * ``float8_e4m3fn`` [..., D] with or without scales;
 * FP4 (E2M1) packed in ``int8`` or ``uint8`` [..., D/2], low nibble = even index, with or without scales.
 
-Scales are f32 of logical shape [..., G]: G divides D, and group g scales the elements [g * D/G, (g + 1) * D/G). G = 1 is
-the per-vector scale of DeepGEMM on SM90, D/G = 32 the MX scale of SM100 and Ascend. Packing is the provider's business.
+Scales are f32 of logical shape [..., G]: G divides D, and group g scales the elements [g * D/G, (g + 1) * D/G). G = 1
+is the per-vector scale of DeepGEMM on SM90, D/G = 32 the MX scale of SM100 and Ascend; packing is up to the provider.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sample inputs of the indexer ops: the edge cases, in small sizes, seeded, on the CPU.
 
-Scales are far from 1 and head weights of both signs. Samples named ``ties…`` hold small integers, so that every score is
-exact in any order of summation and equal scores are equal to the last bit.
+Scales are far from 1 and head weights of both signs. Samples named ``ties…`` hold small integers, so that every score
+is exact in any order of summation and equal scores are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ class _Maker:
             groups = d // 32
             q_sf, kv_sf = (2.0 ** self.ints(-3, 3, *x.shape[:-1], groups) for x in (q, kv))
             return q, q_sf.float(), kv, kv_sf.float(), weights
-        return self.randn(b, s, h, d).to(dtype), None, self.randn(b, t, d).to(dtype), None, weights.to(
-            dtype if dtype == torch.float64 else torch.float32
+        return (
+            self.randn(b, s, h, d).to(dtype),
+            None,
+            self.randn(b, t, d).to(dtype),
+            None,
+            weights.to(dtype if dtype == torch.float64 else torch.float32),
         )
 
     def integers(self, b: int, s: int, h: int, d: int, t: int) -> tuple[Any, ...]:
@@ -225,7 +229,9 @@ def paged_write_samples() -> Iterator[Sample]:
     yield Sample("zeros", (cache.clone(), make.randn(7, 64) * 0.0, slots), {"fmt": "fp8"})
     plain = _cache(make, "plain", 9, 8, 64, torch.float32)
     yield Sample("no_keys", (plain, make.randn(0, 64), slots[:0]), {"fmt": "plain"})
-    yield Sample("pages_apart", (plain[::2], make.randn(7, 64), torch.tensor([5, -1, 39, 40, 0, 1 << 40, 33])), {"fmt": "plain"})
+    yield Sample(
+        "pages_apart", (plain[::2], make.randn(7, 64), torch.tensor([5, -1, 39, 40, 0, 1 << 40, 33])), {"fmt": "plain"}
+    )
 
 
 def attention_samples() -> Iterator[Sample]:

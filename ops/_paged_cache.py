@@ -7,8 +7,8 @@ A cache is one tensor [P, block_kv, 1, W] of P pages. Its formats (``fmt``) are
     "fp8_ue8m0"   uint8, W = D + n: e4m3 data, one UE8M0 byte (2^(byte - 127), 255 is NaN) per 32 elements
     "fp4_ue8m0"   uint8, W = D/2 + n: E2M1 codes, low nibble first, scales as above
 
-In the uint8 formats a page is *planar* whatever its shape says: first block_kv keys of data, then block_kv keys of scale
-bytes. n >= D/32; bytes behind the D/32 scales are 127. n = 4 is the layout of DeepGEMM on SM100, n = D/32 that of
+In the uint8 formats a page is *planar* whatever its shape says: first block_kv keys of data, then block_kv keys of
+scale bytes. n >= D/32; bytes behind the D/32 scales are 127. n = 4 is the layout of DeepGEMM on SM100, n = D/32 that of
 DeepGEMM-Ascend. Pages may be further apart than their size: stride(0) is free, the rest of a page must be contiguous.
 """
 
@@ -49,13 +49,11 @@ def check_cache(op: str, cache: Tensor, fmt: str, depth: Any) -> None:
             cache.stride(0) % 4 == 0, lambda: f"{op}: pages of kv_cache are {cache.stride(0)} bytes apart, not 4 n."
         )
     else:
-        torch._check_value(
-            depth % GRAN == 0, lambda: f"{op}: D is {depth}; format {fmt} needs a multiple of {GRAN}."
-        )
+        torch._check_value(depth % GRAN == 0, lambda: f"{op}: D is {depth}; format {fmt} needs a multiple of {GRAN}.")
         needed = (depth // 2 if fmt == "fp4_ue8m0" else depth) + depth // GRAN
         torch._check_value(
             width >= needed,
-            lambda: f"{op}: the last size of kv_cache is {width}; format {fmt} needs at least {needed} for D = {depth}.",
+            lambda: f"{op}: the last size of kv_cache is {width}; {fmt} needs at least {needed} for D = {depth}.",
         )
     inner = cache.stride(1) == width and cache.stride(3) == 1
     torch._check_value(inner, lambda: f"{op}: the pages of kv_cache are not contiguous inside.")
@@ -101,7 +99,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
 def quantise(kv: Tensor, fmt: str, scale_bytes: int) -> tuple[Tensor, Tensor]:
     """Keys [N, D] to data bytes [N, width] and scale bytes [N, scale_bytes] of a uint8 format.
 
-    s = max(amax, 1e-4) / 448 (6 for FP4), for UE8M0 rounded up to a power of two; data = round(x * (1 / s)), saturating.
+    s = max(amax, 1e-4) / 448 (6 for FP4), rounded up to a power of two for UE8M0; data = round(x * (1 / s)), saturating.
     """
     x = kv.float()
     count, depth = x.shape

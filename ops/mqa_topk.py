@@ -6,8 +6,8 @@ result is one set, and the same in training and inference, for any number of thr
 * every key whose score is strictly greater than the topk-th is in; the rest are the tied keys of lowest index;
 * -0.0 equals 0.0; a NaN score ranks below every number, -inf included, and above nothing;
 * ``outside="pad"``: excluded keys (see ``ops/_mqa.py``) are never chosen. A row with fewer than topk keys ends in -1.
-  ``outside="rank_last"``: excluded keys have score -inf and can be chosen, as ``torch.topk`` of the masked scores would,
-  so -1 appears only behind T keys. An excluded key is -inf even where its own score is NaN;
+  ``outside="rank_last"``: excluded keys have score -inf and can be chosen, as by ``torch.topk`` of masked scores, so -1
+  appears only behind T keys. An excluded key is -inf even where its own score is NaN;
 * ``sorted``: by descending score, ties by ascending index. Otherwise by ascending index, which costs less and suits a
   gather. Padding (index -1, score -inf) comes last in both.
 

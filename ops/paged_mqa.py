@@ -3,8 +3,8 @@
     logits[q,n,t] = sum over h of weights[q,n,h] * relu(scale * (q[q,n,h,:] . key(r, t)))     t < context_lens[q,n]
     key(r, t)     = row t % block_kv of page block_table[r, t // block_kv],   r = indices[q], or q
 
-``ops/_paged_cache.py`` defines the cache formats. Each query carries ``next_n`` tokens (speculative decoding), each with
-a context length of its own. Rules:
+``ops/_paged_cache.py`` defines the cache formats. Each query carries ``next_n`` tokens (speculative decoding), each
+with a context length of its own. Rules:
 
 * Lengths below 0 count as 0, lengths above ``max_context_len`` as that. The last page need not be full.
 * Pages behind a context are not read, whatever ids stand there. A page id outside [0, P), or a column that
@@ -60,7 +60,7 @@ def paged_mqa_logits(
     """Indexer scores over a paged cache.
 
     Args:
-        q: [Q, next_n, H, D], any operand format of ``ops/_mqa.py``; with a plain cache that is not quantised, its dtype.
+        q: [Q, next_n, H, D], any operand format of ``ops/_mqa.py``; in the dtype of a plain cache unless quantised.
         kv_cache: [P, block_kv, 1, W] in format ``fmt``.
         weights: [Q, next_n, H], f32, bf16 or f16 (f64 with f64 operands).
         context_lens: [Q, next_n], i32 or i64.
@@ -298,9 +298,7 @@ PAGED_MQA_LOGITS_METADATA = OpDef(
     schema="(Tensor context_lens, Tensor? indices, *, SymInt block_kv, SymInt num_heads, SymInt num_cores) -> Tensor",
     check=_check_metadata,
     reference=_reference_metadata,
-    fake=lambda context_lens, indices, *, num_cores, **_: context_lens.new_empty(
-        (num_cores + 1, 2), dtype=torch.int32
-    ),
+    fake=lambda context_lens, indices, *, num_cores, **_: context_lens.new_empty((num_cores + 1, 2), dtype=torch.int32),
     no_backward="it is a plan of integers.",
     tolerance={dtype: Tolerance(0.0, 0.0, _EXACT) for dtype in _check.INDEX},
     samples=paged_metadata_samples,

@@ -5,15 +5,15 @@
     lse[b,h,s]     = log(sum over j of exp(logit) + exp(sink[h]))
 
 It equals ``scaled_dot_product_attention`` with a mask that hides every key that is not in ``idx``, and takes
-O(S * topk) work instead of O(S * T). One key head (MQA, the absorbed form of MLA), several (GQA), or one per query head.
-Rules:
+O(S * topk) work instead of O(S * T). There is one key head (MQA, the absorbed form of MLA), several (GQA), or one per
+query head. Rules:
 
 * Indices outside [0, T), -1 above all, are skipped; their rows of k and v are not read. The valid indices of a row must
   be distinct: a key listed twice counts twice.
 * A boolean mask hides keys where it is False; a floating one is added, and hides keys where it is -inf. Keys that are
   hidden from all heads do not count, though their k or v be NaN.
 * A row without any key gives out = 0 and lse = -inf (lse = sink with a sink).
-* ``sink`` is a logit without a value (the attention sink of GPT-OSS and DeepSeek-V4): it takes part in the softmax only.
+* ``sink`` is a logit without a value (the attention sink of GPT-OSS and DeepSeek-V4): it counts in the softmax only.
 
 Arithmetic in f32 (f64); the result has the dtype of q, lse is f32 (f64).
 """
