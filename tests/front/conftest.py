@@ -89,14 +89,24 @@ def outcome() -> Outcome:
     for i in range(LAYERS):
         block = f"model.layers.{i}.mlp"
         spec = "moe_route(topk=3, renorm=sum)"
-        matches.append(Match("router", "moe_route", 1, f"{block}.gate", "r.py:7", "native.cpu", 1.5e-7, certificate.key, spec))
+        matches.append(
+            Match("router", "moe_route", 1, f"{block}.gate", "r.py:7", "native.cpu", 1.5e-7, certificate.key, spec)
+        )
         matches.append(
             Match(
                 "experts_grouped", "moe_experts", 1, f"{block}.experts", "e.py:40", "reference", 3e-7 * (i + 1), f"key{i}",
                 "moe_experts(act=silu)", 1, ("biases are views.",), ("native.cpu: float16 weights are not supported.",),
             )
         )  # fmt: skip
-        misses.append(Miss("swiglu", f"{block}.shared", "s.py:12", "gate & up are <added>, not multiplied.", "Write act(gate) * up."))
+        misses.append(
+            Miss(
+                "swiglu",
+                f"{block}.shared",
+                "s.py:12",
+                "gate & up are <added>, not multiplied.",
+                "Write act(gate) * up.",
+            )
+        )
         unclaimed[f"model.layers.{i}.attention"] = 24
     timings = {"capture": 0.31, "probe": 0.0021, "downstream": 3.4}
     return Outcome(tuple(matches), tuple(misses), (certificate,), timings, unclaimed)
@@ -104,7 +114,12 @@ def outcome() -> Outcome:
 
 @pytest.fixture
 def report(outcome: Outcome) -> Report:
-    modules = {"": "TinyMoeForCausalLM", "model": "TinyMoe", "model.embed_tokens": "Embedding", "model.layers": "ModuleList"}
+    modules = {
+        "": "TinyMoeForCausalLM",
+        "model": "TinyMoe",
+        "model.embed_tokens": "Embedding",
+        "model.layers": "ModuleList",
+    }
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         modules |= {layer: "Layer", f"{layer}.attention": "Attention", f"{layer}.mlp": "Block"}

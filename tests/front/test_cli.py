@@ -1,0 +1,204 @@
+"""The command line: forms, exit codes, one sentence for bad input, and one real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_deep import Report
+from ascend_deep.cli import app
+from typer.testing import CliRunner
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 8)
+    def forward(self, x):
+        weights, idx = self.gate(x).softmax(-1).topk(3, -1)
+        return weights / weights.sum(-1, keepdim=True), idx
+
+class Plain(nn.Module):
+    def forward(self, x): return x.sin()
+
+class Failing(nn.Module):
+    def forward(self, x): raise RuntimeError("the model is broken on purpose")
+"""
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "cli_models.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cli_models", raising=False)
+    torch._dynamo.reset()
+    return "cli_models"
+
+
+ONLY_ROUTER = ["--shape", "7,16", "--enable", "router"]
+
+
+def test_explain_text(model: str) -> None:
+    result = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER])
+    assert result.exit_code == 0, result.output
+    assert "1 place fused" in result.stdout and "moe_route" in result.stdout and "inference" in result.stdout
+
+
+def test_explain_json_and_training(model: str) -> None:
+    result = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER, "--format", "json", "--training"])
+    assert result.exit_code == 0, result.output
+    report = Report.from_json(result.stdout)
+    assert report.counts() == {"moe_route": 1} and report.training
+    assert json.loads(result.stdout)["counts"] == {"moe_route": 1}
+
+
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
+def test_explain_output_chooses_the_form(model: str, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"out.{ending}"
+    result = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER, "--target", "ascend950", "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "" and str(path) in result.stderr.replace("\n", "")
+    text = path.read_text(encoding="utf-8")
+    assert "ascend950" in text
+    assert text.startswith({"html": "<!DOCTYPE html>", "json": "{", "txt": "╭"}[ending])
+
+
+def test_nothing_fused_is_exit_code_3(model: str) -> None:
+    result = runner.invoke(app, ["explain", f"{model}:Plain", "--shape", "7,16"])
+    assert result.exit_code == 3 and "nothing fused" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["explain", "cli_models:Nothing"], "no attribute 'Nothing'"),
+        (["explain", "cli_models:Router", "--target", "mars"], "accepted are auto, cpu"),
+        (["explain", "cli_models:Router", "--enable", "routers"], "'routers'"),
+        (["explain", "cli_models:Router", "--shape", "two"], "sizes separated by commas"),
+        (["explain", "cli_models:Router", "--set", "oops"], "name=value"),
+        (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "cannot write"),
+        (["bench", "cli_models:Plain", "--against", "tpu"], "it takes eager or inductor"),
+        (["replay", "no-such-certificate"], "no certificate"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(model: str, arguments: list[str], sentence: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr and result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.stderr
+
+
+def test_a_failing_model_is_exit_code_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = runner.invoke(app, ["explain", f"{model}:Failing"])
+    assert result.exit_code == 1 and "the model failed" in result.stderr and "broken on purpose" in result.stderr
+    monkeypatch.setenv("ASCEND_DEEP_TRACEBACK", "1")
+    result = runner.invoke(app, ["explain", f"{model}:Failing"])
+    assert isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit)
+
+
+def test_replay_runs_the_certificate_of_an_explain(model: str) -> None:
+    explained = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER, "--format", "json"])
+    key = Report.from_json(explained.stdout).matches[0].certificate
+    result = runner.invoke(app, ["replay", key])
+    assert result.exit_code == 0, result.output
+    result = runner.invoke(app, ["replay", key[:8], "--format", "json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["ok"] is True
+
+
+def test_replay_of_a_doctored_certificate_fails(model: str, tmp_path: Path) -> None:
+    from ascend_deep.passes import certificates
+
+    explained = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER, "--format", "json"])
+    key = Report.from_json(explained.stdout).matches[0].certificate
+    data = json.loads(certificates.find(key).read_text())
+    data["attrs"]["scoring"] = "sigmoid"
+    path = tmp_path / "doctored.json"
+    path.write_text(json.dumps(data))
+    result = runner.invoke(app, ["replay", str(path)])
+    assert result.exit_code == 1, result.output
+
+
+def test_doctor_text_and_json() -> None:
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "torch" in result.stdout
+    data = json.loads(runner.invoke(app, ["doctor", "--format", "json"]).stdout)
+    assert data["ok"] is True and {"python", "torch", "native.cpu"} <= {c["name"] for c in data["checks"]}
+
+
+def test_bench_compares_and_checks(model: str) -> None:
+    arguments = [
+        "bench",
+        f"{model}:Router",
+        "--shape",
+        "7,16",
+        "--rounds",
+        "3",
+        "--against",
+        "eager",
+        "--format",
+        "json",
+    ]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = {r["name"]: r for r in json.loads(result.stdout)["rows"]}
+    assert set(rows) == {"eager", "ascend_deep"}
+    assert rows["eager"]["speedup"] == 1.0 and rows["ascend_deep"]["error"] < 1e-5
+    assert all(0 < r["fastest"] <= r["median"] for r in rows.values())
+
+
+def test_bench_training_gives_gradients_back() -> None:
+    from ascend_deep import bench
+    from ascend_deep.models import Loaded
+
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.grad = torch.full_like(layer.weight, 2.5)
+    rows = bench.run(Loaded(layer, (torch.randn(3, 4),)), contenders=("eager",), rounds=2, training=True)
+    assert [r.name for r in rows] == ["eager"]
+    assert layer.bias.grad is None and torch.equal(layer.weight.grad, torch.full_like(layer.weight, 2.5))
+
+
+@pytest.mark.parametrize("command", ["explain", "doctor", "replay", "bench"])
+def test_help_has_examples_and_exit_codes(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0 and f"ascend-deep {command}" in result.stdout and "Exit code" in result.stdout
+
+
+def test_unknown_command_and_no_command() -> None:
+    assert runner.invoke(app, ["explode"]).exit_code == 2
+    assert "explain" in runner.invoke(app, []).output
+
+
+def test_prepare_makes_one_graph_of_an_expert_loop() -> None:
+    pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    arguments = ["explain", "mixtral", "--layers", "1", "--experts-implementation", "eager", "--format", "json"]
+    arguments += ["--enable", "router"]
+    loop = Report.from_json(runner.invoke(app, arguments).stdout)
+    assert loop.graph_breaks and "prepare" in loop.graph_breaks[0].hint
+    torch._dynamo.reset()
+    result = runner.invoke(app, [*arguments, "--prepare"])
+    assert not Report.from_json(result.stdout).graph_breaks
+    assert "1 experts module swapped" in result.stderr
+
+
+def test_a_real_process(model: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "ascend_deep", "explain", f"{model}:Router", *ONLY_ROUTER, "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Report.from_json(done.stdout).counts() == {"moe_route": 1}
+
+
+def test_importing_the_command_line_imports_no_torch() -> None:
+    code = "import sys, ascend_deep.cli, ascend_deep.doctor; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
