@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome
 from ascend_deep.report import GraphBreak, GraphInfo, Report
-from torch import Tensor, nn
 
 LAYERS = 3
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
 from ascend_deep import Report
 from ascend_deep.cli import app
-from typer.testing import CliRunner
 
 SOURCE = """
 import torch

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from ascend_deep import doctor
 from ascend_deep.doctor import Check, cann_version, worst
 

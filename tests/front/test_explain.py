@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ascend_deep
 import pytest
 import torch
+from torch import Tensor, nn
+
+import ascend_deep
 from ascend_deep import Report
 from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.testing import assert_fused
-from torch import Tensor, nn
-
 from tests.front.conftest import BreakingModel, Router
 
 ROUTER = {"enable": ["router"]}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ascend_deep.models import BadInput, load, parse_fields, parse_shape
 
 SOURCE = """

@@ -8,11 +8,12 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import ascend_deep
 import pytest
 import torch
-from ascend_deep import hf_experts, models
 from torch import Tensor, nn
+
+import ascend_deep
+from ascend_deep import hf_experts, models
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +36,7 @@ def build(family: str, impl: str = "eager", **fields: Any) -> tuple[nn.Module, T
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
-            if parameter.dim() == 3 or parameter.dim() == 2 and parameter.abs().sum() == 0:
+            if parameter.dim() == 3 or (parameter.dim() == 2 and parameter.abs().sum() == 0):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return loaded.model, loaded.kwargs["input_ids"]
 
@@ -163,11 +164,11 @@ def test_compiled_wrapper_is_prepared_through() -> None:
 @pytest.mark.parametrize("family", ["llama4_text", "jetmoe", "longcat_flash"])
 def test_classes_without_the_interface_are_listed(family: str) -> None:
     model, _ = build(family, impl="")
-    before = {n: m for n, m in model.named_modules()}
+    before = dict(model.named_modules())
     prepared = ascend_deep.prepare(model)
     assert not prepared.swapped and prepared.left
     assert all("does not dispatch through" in item.reason for item in prepared.left)
-    assert {n: m for n, m in model.named_modules()} == before
+    assert dict(model.named_modules()) == before
     assert "left as they are" in str(prepared)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ascend_deep import report as reports
 from ascend_deep.passes._types import Match, Outcome
 from ascend_deep.report import GraphInfo, Report, collecting, last_report, publish, record
@@ -109,7 +110,7 @@ def test_recording_from_threads_loses_nothing(make_outcome: Callable[..., Outcom
         t.start()
     for t in threads:
         t.join()
-    assert found == {i: 20 for i in range(6)}
+    assert found == dict.fromkeys(range(6), 20)
 
 
 def _recording_backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from ascend_deep.report import Report
 
 SVG = "{http://www.w3.org/2000/svg}"
