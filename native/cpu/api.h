@@ -104,7 +104,9 @@ struct Swiglu {
 struct Kernels {
   const char* name;
   int64_t lanes;       // float lanes of a vector
-  int64_t small_rows;  // at most this many left-over rows go to the dot kernels, else they are padded to a panel
+  // Rows that do not fill a vector go to the dot kernels, if there are at most left_over[v] of them next to v full
+  // vectors (v >= 2: left_over[2]); more are padded to a panel, which is faster then.
+  int64_t left_over[3];
   size_t (*scratch_bytes)(const Experts&);
   // Hidden activations of the flattened blocks [begin, end), where block g is block g % blocks of expert g / blocks.
   void (*up)(const Experts&, int64_t begin, int64_t end, void* scratch);

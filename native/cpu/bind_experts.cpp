@@ -66,7 +66,7 @@ Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, 
     start[e + 1] += start[e];
     if (!rows) continue;
     const int64_t rest = rows % isa.lanes;
-    const int64_t panels = rest > isa.small_rows ? rows + isa.lanes - rest : rows - rest;
+    const int64_t panels = rest > isa.left_over[std::min<int64_t>(rows / isa.lanes, 2)] ? rows + isa.lanes - rest : rows - rest;
     // Reading a weight takes as long as about 24 products with it.
     r.experts.push_back({e, start[e], rows, panels, r.hidden_rows, std::max<int64_t>(rows, 24)});
     r.hidden_rows += std::max(rows, panels);

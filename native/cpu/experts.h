@@ -5,7 +5,7 @@
 // so the first GEMM writes what the second one reads.
 #pragma once
 
-#include "gemm.h"
+#include "block.h"
 #include "vmath.h"
 
 namespace {
@@ -13,14 +13,12 @@ namespace {
 using ascend_deep_cpu::ActiveExpert;
 using ascend_deep_cpu::BiasView;
 using ascend_deep_cpu::Dtype;
-using ascend_deep_cpu::Experts;
-using ascend_deep_cpu::kHiddenBlock;
 using ascend_deep_cpu::kMaxPanelRows;
-using ascend_deep_cpu::kOutBlock;
 using ascend_deep_cpu::WeightView;
 
-constexpr int64_t kBlockRows = 2 * kHiddenBlock;  // weight rows in a block of the first GEMM, if gated
-static_assert(kOutBlock <= kBlockRows, "the scratch is sized for the first GEMM");
+// Hidden units, or output columns, for which plain rows are multiplied at a time if weights have stride 1 along n.
+constexpr int64_t kSpan = 512;
+static_assert(kSpan % kHiddenBlock == 0 && kSpan % kOutBlock == 0 && kSpan * 2 >= kBlockRows, "whole blocks");
 
 // The per-thread scratch, in floats.
 struct Layout {
@@ -35,150 +33,9 @@ struct Layout {
     stage = rows + kLanes * depth;
     c = stage + kBlockRows * depth;
     row_c = c + kBlockRows * panel_cap;
-    total = row_c + kLanes * kBlockRows;
+    total = row_c + kLanes * 2 * kSpan;
   }
 };
-
-// The weight rows of one block, in the order in which the epilogue wants them. Rows behind the end repeat the last one.
-template <typename W>
-struct Block {
-  const W* row[kBlockRows];
-  int64_t count;   // a multiple of kTile
-  int64_t valid;   // of every kHiddenBlock rows
-  int64_t stride;  // along k
-  // The same rows as runs of neighbours along n, for weights with stride 1 there; row j is number col[j] of the runs.
-  int64_t runs;
-  const W* run[2];
-  int64_t run_size[2];
-  int32_t col[kBlockRows];
-
-  int64_t width() const { return run_size[0] + (runs == 2 ? run_size[1] : 0); }
-};
-
-// Hidden units [i0, i0 + n) of the first GEMM: gate rows first, up rows from kHiddenBlock on.
-template <typename W>
-Block<W> up_block(const Experts& a, int64_t expert, int64_t i0, int64_t n) {
-  const bool pairs = a.gated && a.interleaved;
-  const W* first = static_cast<const W*>(a.w13.base) + expert * a.w13.se + i0 * (pairs ? 2 : 1) * a.w13.sn;
-  const W* second = first + (pairs ? 1 : a.intermediate) * a.w13.sn;
-  Block<W> b;
-  b.stride = a.w13.sk;
-  b.valid = n;
-  b.count = a.gated ? kHiddenBlock + round_up(n, kTile) : round_up(n, kTile);
-  b.runs = a.gated && !pairs ? 2 : 1;
-  b.run[0] = first;
-  b.run[1] = second;
-  b.run_size[0] = pairs ? 2 * n : n;
-  b.run_size[1] = n;
-  for (int64_t j = 0; j < b.count; ++j) {
-    const int64_t i = min64(j % kHiddenBlock, n - 1);
-    const bool up = j >= kHiddenBlock;
-    b.row[j] = (up ? second : first) + i * (pairs ? 2 : 1) * a.w13.sn;
-    b.col[j] = static_cast<int32_t>(pairs ? 2 * i + up : i + (up ? n : 0));
-  }
-  return b;
-}
-
-template <typename W>
-Block<W> down_block(const Experts& a, int64_t expert, int64_t n0, int64_t n) {
-  const W* first = static_cast<const W*>(a.w2.base) + expert * a.w2.se + n0 * a.w2.sn;
-  Block<W> b;
-  b.stride = a.w2.sk;
-  b.valid = n;
-  b.count = round_up(n, kTile);
-  b.runs = 1;
-  b.run[0] = b.run[1] = first;
-  b.run_size[0] = b.run_size[1] = n;
-  for (int64_t j = 0; j < b.count; ++j) {
-    b.col[j] = static_cast<int32_t>(min64(j, n - 1));
-    b.row[j] = first + b.col[j] * a.w2.sn;
-  }
-  return b;
-}
-
-// Copies a block with stride 1 along n to `stage`, [depth][width], in float32: its rows are far apart in memory, and
-// the product walks over them once per panel.
-template <typename W>
-void stage_columns(const Block<W>& b, int64_t depth, float* stage) {
-  constexpr int64_t kAhead = 16;
-  constexpr int64_t kLine = 64 / sizeof(W);
-  const int64_t width = b.width();
-  for (int64_t k = 0; k < depth; ++k) {
-    float* s = stage + k * width;
-    for (int64_t r = 0; r < b.runs; ++r) {
-      const W* p = b.run[r] + k * b.stride;
-      const int64_t n = b.run_size[r];
-      for (int64_t j = 0; j < n; j += kLine) prefetch(p + kAhead * b.stride + j);
-      for (int64_t j = 0; j < n; j += kLanes) store_n(s + j, load_n(p + j, n - j), n - j);
-      s += n;
-    }
-  }
-}
-
-// Turns eight rows into float32 rows in `stage`, [kTile][depth]; the rows `ahead` are prefetched.
-template <typename W>
-void stage_rows(const W* const* rows, int64_t depth, int64_t ahead, float* stage) {
-  for (int64_t j = 0; j < kTile; ++j) {
-    const W* p = rows[j];
-    float* s = stage + j * depth;
-    for (int64_t k = 0; k < depth; k += kLanes) {
-      if (k % 32 == 0) prefetch(p + k + ahead);
-      store_n(s + k, load_n(p + k, depth - k), depth - k);
-    }
-  }
-}
-
-// c[row][token] for the panels [from, to) of packed tokens. `panel(r)` is the data of the panel that starts at row r.
-template <typename W, typename Panel>
-void outer_block(const Block<W>& b, const W* next, Panel panel, int64_t from, int64_t to, int64_t all, int64_t depth,
-                 float* stage, float* c, int64_t ldc) {
-  const bool columns = b.stride != 1;
-  if (columns) stage_columns(b, depth, stage);
-  for (int64_t t = 0; t < b.count; t += kTile) {
-    if (t % kHiddenBlock >= b.valid) continue;
-    const W* const* rows = b.row + t;
-    int64_t ahead = (t + kTile < b.count ? b.row[t + kTile] : next) - rows[0];
-    const float* r[kTile];
-    if (columns) {
-      for (int64_t j = 0; j < kTile; ++j) r[j] = stage + b.col[t + j];
-      ahead = 0;
-    } else if constexpr (sizeof(W) == 2) {
-      stage_rows(rows, depth, ahead, stage);
-      for (int64_t j = 0; j < kTile; ++j) r[j] = stage + j * depth;
-      ahead = 0;
-    } else {
-      for (int64_t j = 0; j < kTile; ++j) r[j] = rows[j];
-    }
-    for (int64_t m = from; m < to;) {
-      const int64_t vectors = split((all - m) / kLanes);
-      outer8(r, columns ? b.width() : 1, panel(m), vectors, depth, m == from ? ahead : 0, c + t * ldc + (m - from), ldc);
-      m += vectors * kLanes;
-    }
-  }
-}
-
-// c[token][row] for a few plain rows.
-template <typename W>
-void rows_block(const Block<W>& b, const W* next, const float* x, int64_t ldx, int64_t tokens, int64_t depth,
-                float* c, int64_t ldc) {
-  if (b.stride == 1) {
-    for (int64_t t = 0; t < b.count; t += kTile) {
-      if (t % kHiddenBlock >= b.valid) continue;
-      const W* after = t + kTile < b.count ? b.row[t + kTile] : next;
-      dot8(b.row + t, x, ldx, tokens, depth, after - b.row[t], c + t, ldc);
-    }
-    return;
-  }
-  float runs[kLanes * kBlockRows];
-  int64_t at = 0;
-  for (int64_t r = 0; r < b.runs; ++r) {
-    axpy(b.run[r], b.stride, x, ldx, tokens, depth, b.run_size[r], runs + at, kBlockRows);
-    at += b.run_size[r];
-  }
-  for (int64_t m = 0; m < tokens; ++m) {
-    for (int64_t j = 0; j < b.count; ++j) c[m * ldc + j] = runs[m * kBlockRows + b.col[j]];
-  }
-}
 
 // ---- packing -------------------------------------------------------------------------------------------------------
 
@@ -253,20 +110,61 @@ inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, const Up
   }
 }
 
-// c[token][row] -> plain hidden rows.
+// Plain rows to hidden rows: unit i0 + j has its gate at c[token][j * step] and its up value `up` behind that.
 inline void up_epilogue_rows(const Experts& a, const ActiveExpert& e, const UpBias& bias, int64_t i0, int64_t n,
-                             const float* c, int64_t ldc) {
+                             const float* c, int64_t ldc, int64_t step, int64_t up) {
   for (int64_t r = e.panel_rows; r < e.rows; ++r) {
     const Vec s = splat(a.weight_on_input ? a.scale[e.first + r] : 1.0f);
     const float* p = c + (r - e.panel_rows) * ldc;
     float* h = a.hidden + (e.hidden_row + r) * a.intermediate + i0;
     for (int64_t j = 0; j < n; j += kLanes) {
-      const Vec g = load(p + j) * s + load(bias.gate + j);
-      const Vec y = a.gated ? activate_gated(g, load(p + kHiddenBlock + j) * s + load(bias.up + j), a.act)
+      float gate[kLanes], other[kLanes] = {};
+      if (step == 1) {
+        store(gate, load(p + j));
+        if (a.gated) store(other, load(p + j + up));
+      } else {
+        for (int64_t i = 0; i < kLanes; ++i) {
+          gate[i] = p[(j + i) * step];
+          other[i] = p[(j + i) * step + up];
+        }
+      }
+      const Vec g = load(gate) * s + load(bias.gate + j);
+      const Vec y = a.gated ? activate_gated(g, load(other) * s + load(bias.up + j), a.act)
                             : activate_single(g, a.act);
       store_n(h + j, y, n - j);
     }
   }
+}
+
+// The plain rows of blocks [b0, b1), for weights with stride 1 along n.
+template <typename W>
+void up_columns(const Experts& a, const ActiveExpert& e, int64_t b0, int64_t b1, const float* rows, float* c) {
+  const int64_t plain = e.rows - e.panel_rows;
+  const bool pairs = a.gated && a.interleaved;
+  for (; b0 < b1; b0 += kSpan / kHiddenBlock) {
+    const int64_t from = b0 * kHiddenBlock, to = min64(min64(b1 * kHiddenBlock, a.intermediate), from + kSpan);
+    const Block<W> b = up_block<W>(a, e.expert, from, kHiddenBlock);
+    axpy(b.run[0], b.stride, rows, a.hidden_size, plain, a.hidden_size, (to - from) * (pairs ? 2 : 1), c, 2 * kSpan);
+    if (b.runs == 2) {
+      axpy(b.run[1], b.stride, rows, a.hidden_size, plain, a.hidden_size, to - from, c + kSpan, 2 * kSpan);
+    }
+    for (int64_t i0 = from; i0 < to; i0 += kHiddenBlock) {
+      const int64_t n = min64(kHiddenBlock, to - i0);
+      const float* ci = c + (i0 - from) * (pairs ? 2 : 1);
+      up_epilogue_rows(a, e, UpBias(a, e.expert, i0, n), i0, n, ci, 2 * kSpan, pairs ? 2 : 1, pairs ? 1 : kSpan);
+    }
+  }
+}
+
+// The rows [from, to) of the next packing: whole panels, as many as fit.
+inline int64_t panels_end(const ActiveExpert& e, int64_t from, int64_t cap) {
+  int64_t to = from;
+  while (to < e.panel_rows) {
+    const int64_t width = split((e.panel_rows - to) / kLanes) * kLanes;
+    if (to + width - from > cap) break;
+    to += width;
+  }
+  return to;
 }
 
 template <typename W>
@@ -278,38 +176,34 @@ void up(const Experts& a, int64_t begin, int64_t end, void* scratch) {
     const ActiveExpert& e = a.experts[g / a.blocks];
     const int64_t b0 = g % a.blocks, b1 = min64(a.blocks, b0 + (end - g));
     g += b1 - b0;
-    const bool last = g >= end;
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
     if (plain) pack_rows<W>(a, e, e.panel_rows, plain, s + at.rows);
-    for (int64_t m0 = 0; m0 < max64(e.panel_rows, 1);) {
-      int64_t m1 = m0;
-      while (m1 < e.panel_rows) {
-        const int64_t vectors = split((e.panel_rows - m1) / kLanes);
-        if (m1 + vectors * kLanes - m0 > at.panel_cap) break;
-        pack_panel<W>(a, e, m1, vectors, s + at.panels + (m1 - m0) * depth);
-        m1 += vectors * kLanes;
+    if (plain && a.w13.sk != 1) up_columns<W>(a, e, b0, b1, s + at.rows, s + at.row_c);
+    Tokens x{0, 0, e.panel_rows, s + at.panels, s + at.rows, a.w13.sk == 1 ? plain : 0};
+    do {
+      x.to = panels_end(e, x.from, at.panel_cap);
+      for (int64_t m = x.from; m < x.to;) {
+        const int64_t vectors = split((e.panel_rows - m) / kLanes);
+        pack_panel<W>(a, e, m, vectors, s + at.panels + (m - x.from) * depth);
+        m += vectors * kLanes;
       }
-      const float* panels = s + at.panels;
       for (int64_t blk = b0; blk < b1; ++blk) {
         const int64_t i0 = blk * kHiddenBlock, n = min64(kHiddenBlock, a.intermediate - i0);
         const Block<W> b = up_block<W>(a, e.expert, i0, n);
+        Block<W> next;
+        const bool more = blk + 1 < b1, expert_follows = !more && g < end && x.to >= e.panel_rows;
+        if (more) next = up_block<W>(a, e.expert, i0 + n, min64(kHiddenBlock, a.intermediate - i0 - n));
+        if (expert_follows) next = up_block<W>(a, a.experts[g / a.blocks].expert, 0, min64(kHiddenBlock, a.intermediate));
+        block_product(b, more || expert_follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
         const UpBias bias(a, e.expert, i0, n);
-        const W* next = b.row[0];
-        if (blk + 1 < b1) next = up_block<W>(a, e.expert, i0 + kHiddenBlock, 1).row[0];
-        else if (!last) next = up_block<W>(a, a.experts[g / a.blocks].expert, 0, 1).row[0];
-        if (m1 > m0) {
-          const int64_t ldc = m1 - m0;
-          outer_block(b, next, [=](int64_t m) { return panels + (m - m0) * depth; }, m0, m1, e.panel_rows, depth,
-                      s + at.stage, s + at.c, ldc);
-          up_epilogue_panels(a, e, bias, i0, n, m0, m1, s + at.c, ldc);
-        }
-        if (plain && m0 == 0) {
-          rows_block(b, next, s + at.rows, depth, plain, depth, s + at.row_c, kBlockRows);
-          up_epilogue_rows(a, e, bias, i0, n, s + at.row_c, kBlockRows);
+        up_epilogue_panels(a, e, bias, i0, n, x.from, x.to, s + at.c, x.to - x.from);
+        if (x.plain) {
+          up_epilogue_rows(a, e, bias, i0, n, s + at.row_c, kBlockRows, 1, kHiddenBlock);
         }
       }
-      m0 = max64(m1, 1);
-    }
+      x.plain = 0;
+      x.from = x.to;
+    } while (x.from < e.panel_rows);
   }
 }
 
@@ -338,6 +232,36 @@ inline void down_epilogue_panels(const Experts& a, const ActiveExpert& e, const 
   }
 }
 
+inline void down_epilogue_rows(const Experts& a, const ActiveExpert& e, const float* bias, int64_t n0, int64_t n,
+                               const float* c, int64_t ldc) {
+  for (int64_t r = e.panel_rows; r < e.rows; ++r) {
+    for (int64_t j = 0; j < n; j += kLanes) {
+      add_row(a, e, r, n0 + j, n - j, bias + j, load(c + (r - e.panel_rows) * ldc + j));
+    }
+  }
+}
+
+struct DownBias {
+  float value[kOutBlock];
+  DownBias(const Experts& a, int64_t expert, int64_t n0, int64_t n) {
+    for (int64_t j = 0; j < kOutBlock; ++j) value[j] = bias_at(a.b2, expert, n0 + min64(j, n - 1));
+  }
+};
+
+// The plain rows of columns [begin, end), for weights with stride 1 along n.
+template <typename W>
+void down_columns(const Experts& a, const ActiveExpert& e, int64_t begin, int64_t end, const float* rows, float* c) {
+  for (int64_t from = begin; from < end; from += kSpan) {
+    const int64_t to = min64(end, from + kSpan);
+    const Block<W> b = down_block<W>(a, e.expert, from, kOutBlock);
+    axpy(b.run[0], b.stride, rows, a.intermediate, e.rows - e.panel_rows, a.intermediate, to - from, c, 2 * kSpan);
+    for (int64_t n0 = from; n0 < to; n0 += kOutBlock) {
+      const int64_t n = min64(kOutBlock, to - n0);
+      down_epilogue_rows(a, e, DownBias(a, e.expert, n0, n).value, n0, n, c + (n0 - from), 2 * kSpan);
+    }
+  }
+}
+
 template <typename W>
 void down(const Experts& a, int64_t begin, int64_t end, void* scratch) {
   const Layout at(a);
@@ -346,40 +270,28 @@ void down(const Experts& a, int64_t begin, int64_t end, void* scratch) {
   for (int64_t index = 0; index < a.active; ++index) {
     const ActiveExpert& e = a.experts[index];
     const float* hidden = a.hidden + e.hidden_row * depth;
+    const float* rows = hidden + e.panel_rows * depth;
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
-    for (int64_t m0 = 0; m0 < max64(e.panel_rows, 1);) {
-      int64_t m1 = m0;
-      while (m1 < e.panel_rows) {
-        const int64_t vectors = split((e.panel_rows - m1) / kLanes);
-        if (m1 + vectors * kLanes - m0 > at.panel_cap) break;
-        m1 += vectors * kLanes;
-      }
+    if (plain && a.w2.sk != 1) down_columns<W>(a, e, begin, end, rows, s + at.row_c);
+    Tokens x{0, 0, e.panel_rows, hidden, rows, a.w2.sk == 1 ? plain : 0};
+    do {
+      x.to = panels_end(e, x.from, at.panel_cap);
+      x.panels = hidden + x.from * depth;
       for (int64_t n0 = begin; n0 < end; n0 += kOutBlock) {
         const int64_t n = min64(kOutBlock, end - n0);
         const Block<W> b = down_block<W>(a, e.expert, n0, n);
-        const W* next = b.row[0];
-        if (n0 + kOutBlock < end) next = down_block<W>(a, e.expert, n0 + kOutBlock, 1).row[0];
-        else if (index + 1 < a.active) next = down_block<W>(a, a.experts[index + 1].expert, begin, 1).row[0];
-        float bias[kOutBlock];
-        for (int64_t j = 0; j < kOutBlock; ++j) bias[j] = bias_at(a.b2, e.expert, n0 + min64(j, n - 1));
-        if (m1 > m0) {
-          const int64_t ldc = m1 - m0;
-          outer_block(b, next, [=](int64_t m) { return hidden + m * depth; }, m0, m1, e.panel_rows, depth,
-                      s + at.stage, s + at.c, ldc);
-          down_epilogue_panels(a, e, bias, n0, n, m0, m1, s + at.c, ldc);
-        }
-        if (plain && m0 == 0) {
-          rows_block(b, next, hidden + e.panel_rows * depth, depth, plain, depth, s + at.row_c, kBlockRows);
-          for (int64_t r = 0; r < plain; ++r) {
-            for (int64_t j = 0; j < n; j += kLanes) {
-              const Vec v = load(s + at.row_c + r * kBlockRows + j);
-              add_row(a, e, e.panel_rows + r, n0 + j, n - j, bias + j, v);
-            }
-          }
-        }
+        Block<W> next;
+        const bool more = n0 + n < end, expert_follows = !more && index + 1 < a.active && x.to >= e.panel_rows;
+        if (more) next = down_block<W>(a, e.expert, n0 + n, min64(kOutBlock, end - n0 - n));
+        if (expert_follows) next = down_block<W>(a, a.experts[index + 1].expert, begin, min64(kOutBlock, end - begin));
+        block_product(b, more || expert_follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
+        const DownBias bias(a, e.expert, n0, n);
+        down_epilogue_panels(a, e, bias.value, n0, n, x.from, x.to, s + at.c, x.to - x.from);
+        if (x.plain) down_epilogue_rows(a, e, bias.value, n0, n, s + at.row_c, kBlockRows);
       }
-      m0 = max64(m1, 1);
-    }
+      x.plain = 0;
+      x.from = x.to;
+    } while (x.from < e.panel_rows);
   }
   // Whoever summed these columns also rounds them.
   if (static_cast<const void*>(a.sum) == a.out) return;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "api.h"
 
@@ -30,7 +31,8 @@ AD_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 AD_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 AD_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-AD_INLINE Vec splat(float v) { return Vec{} + v; }
+// v - 0 is v for every v, so this is a plain broadcast (0 + v would turn -0 into 0).
+AD_INLINE Vec splat(float v) { return v - Vec{}; }
 AD_INLINE Vec load(const float* p) { return *reinterpret_cast<const VecU*>(p); }
 AD_INLINE void store(float* p, Vec v) { *reinterpret_cast<VecU*>(p) = v; }
 
@@ -103,18 +105,50 @@ AD_INLINE float load_as_float(const void* p, int64_t i, ascend_deep_cpu::Dtype d
 
 // Sum of the lanes, always as the same tree.
 AD_INLINE float lane_sum(Vec v) {
-  typedef float Quad __attribute__((vector_size(16)));
-#if ASCEND_DEEP_LANES == 16
-  typedef float Oct __attribute__((vector_size(32)));
-  const Oct o = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  const Quad q = __builtin_shufflevector(o, o, 0, 1, 2, 3) + __builtin_shufflevector(o, o, 4, 5, 6, 7);
-#elif ASCEND_DEEP_LANES == 8
-  const Quad q = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-#else
-  const Quad q = v;
-#endif
-  return (q[0] + q[2]) + (q[1] + q[3]);
+  float buf[kLanes];
+  store(buf, v);
+  for (int64_t w = kLanes / 2; w > 0; w /= 2) {
+    for (int64_t i = 0; i < w; ++i) buf[i] += buf[i + w];
+  }
+  return buf[0];
+}
+
+// One step of lane_sums: every run of kRun lanes of a and of b is folded to half its length; runs of a and b alternate.
+template <int kRun, int... I>
+AD_INLINE Vec fold(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  constexpr int kHalf = kRun / 2, kAll = kLanes;
+  return __builtin_shufflevector(a, b, (I % kRun / kHalf * kAll + I / kRun * kRun + I % kHalf)...) +
+         __builtin_shufflevector(a, b, (I % kRun / kHalf * kAll + I / kRun * kRun + I % kHalf + kHalf)...);
+}
+
+// The last step: adds neighbours, if sums still have two lanes, and stores one lane per sum.
+template <int kLeft, int... I>
+AD_INLINE void store_sums(Vec v, float* out, std::integer_sequence<int, I...>) {
+  typedef float Sums __attribute__((vector_size(sizeof...(I) * 4)));
+  typedef float SumsU __attribute__((vector_size(sizeof...(I) * 4), aligned(4), may_alias));
+  Sums s = __builtin_shufflevector(v, v, (I * kLeft)...);
+  if constexpr (kLeft == 2) s += __builtin_shufflevector(v, v, (I * kLeft + 1)...);
+  *reinterpret_cast<SumsU*>(out) = s;
+}
+
+// out[i] = sum of the lanes of v[i], always as the same tree. N is a power of two, at most kLanes. Destroys v.
+template <int N>
+AD_INLINE void lane_sums(Vec* v, float* out) {
+  using Lanes = std::make_integer_sequence<int, static_cast<int>(kLanes)>;
+  constexpr int kAll = kLanes;
+  // With i paired to i + n / 2 in every step, the sums end in order.
+  if constexpr (N >= 8) {
+    for (int i = 0; i < 4; ++i) v[i] = fold<kAll>(v[i], v[i + 4], Lanes{});
+    for (int i = 0; i < 2; ++i) v[i] = fold<kAll / 2>(v[i], v[i + 2], Lanes{});
+    v[0] = fold<kAll / 4>(v[0], v[1], Lanes{});
+  } else {
+    for (int i = 0; i < 2; ++i) v[i] = fold<kAll>(v[i], v[i + 2], Lanes{});
+    v[0] = fold<kAll / 2>(v[0], v[1], Lanes{});
+  }
+  constexpr int kLeft = kAll / N;  // lanes per sum; their pairs are neighbours
+  static_assert(N == 4 || N == 8, "dot tiles have four or eight rows");
+  static_assert(kLeft == 1 || kLeft == 2, "one more fold at most");
+  store_sums<kLeft>(v[0], out, std::make_integer_sequence<int, N>{});
 }
 
 // Transposes kLanes vectors in place: log2(kLanes) rounds, each pairing rows i and i + half and interleaving them.
