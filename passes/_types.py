@@ -51,7 +51,7 @@ class Solution:
         shown = [
             f"{k}={v}"
             for k, v in self.attrs.items()
-            if k == "topk" or (v not in neutral and (grouped or "group" not in k))
+            if k == "topk" or v is True or (v not in neutral and (grouped or "group" not in k))
         ]
         return f"{self.op}({', '.join(shown)})"
 

@@ -126,8 +126,8 @@ def _pairs(
     yield from ((n, n) for n in (1, 0, -1))
     yield e, e
     yield k, k
+    yield from zip(lead, tokens, strict=True)  # before their product, which then has nothing left to choose
     yield shape.tokens, t
-    yield from zip(lead, tokens, strict=True)
     yield shape.hidden, hidden
     yield shape.inner, inner
     yield shape.wide, wide
