@@ -14,6 +14,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -60,7 +61,7 @@ def explain(
         chosen = replace(chosen, downstream="eager")
     original = getattr(model, "_orig_mod", model)
     mark = _dynamo_compat.break_mark()
-    with collecting(_name(original), _modules(original)) as collector, torch.random.fork_rng():
+    with collecting(_name(original), _modules(original)) as collector, _random_state(original):
         compiled = torch.compile(original, backend=_Backend(chosen, collector), **_dynamo_compat.isolated())
         start = time.perf_counter()
         compiled(*args, **kwargs)
@@ -76,6 +77,16 @@ def explain(
     if chosen.report:
         report.save(chosen.report)
     return publish(report)
+
+
+def _random_state(model: Any) -> AbstractContextManager[None]:
+    """Puts back the random state of the CPU and of the devices that hold parameters of the model."""
+    tensors = model.parameters() if isinstance(model, nn.Module) else ()
+    devices = {p.device for p in tensors if p.device.type not in ("cpu", "meta")}
+    if not devices:
+        return torch.random.fork_rng(devices=[])
+    kind = next(iter(devices)).type
+    return torch.random.fork_rng(devices=[d.index or 0 for d in devices if d.type == kind], device_type=kind)
 
 
 class _Backend:

@@ -93,7 +93,7 @@ class Report:
     """What one compile did. Immutable; ``str(report)`` is the text form.
 
     Attributes:
-        model: name of the model's class, ``""`` if unknown.
+        model: name of the model's class; ``""`` unless the report comes from ``explain``.
         matches: one entry per fused site, in graph order.
         misses: one entry per site that looked like a block of a kind and was left alone.
         graph_breaks: where Dynamo ended a graph. Known for reports of ``explain``.

@@ -130,8 +130,9 @@ def headline(report: Report) -> str:
         f"{plural(fused, 'place')} fused" if fused else "nothing fused",
         f"{plural(len(report.misses), 'place')} left as written" if report.misses else "no refusals",
         plural(len(report.graphs), "graph"),
-        plural(breaks, "graph break") if breaks else "no graph breaks",
     ]
+    if breaks or report.model:  # a plain compile does not know of breaks
+        parts.append(plural(breaks, "graph break") if breaks else "no graph breaks")
     return ", ".join(parts)
 
 

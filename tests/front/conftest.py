@@ -95,8 +95,8 @@ def outcome() -> Outcome:
         )
         matches.append(
             Match(
-                "experts_grouped", "moe_experts", 1, f"{block}.experts", "e.py:40", "reference", 3e-7 * (i + 1), f"key{i}",
-                "moe_experts(act=silu)", 1, ("biases are views.",), ("native.cpu: float16 weights are not supported.",),
+                "experts_grouped", "moe_experts", 1, f"{block}.experts", "e.py:40", "reference", 3e-7 * (i + 1),
+                f"key{i}", "moe_experts(act=silu)", 1, ("biases are views.",), ("native.cpu: float16 weights are not supported.",),
             )
         )  # fmt: skip
         misses.append(
