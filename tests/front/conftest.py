@@ -93,12 +93,9 @@ def outcome() -> Outcome:
         matches.append(
             Match("router", "moe_route", 1, f"{block}.gate", "r.py:7", "native.cpu", 1.5e-7, certificate.key, spec)
         )
-        matches.append(
-            Match(
-                "experts_grouped", "moe_experts", 1, f"{block}.experts", "e.py:40", "reference", 3e-7 * (i + 1),
-                f"key{i}", "moe_experts(act=silu)", 1, ("biases are views.",), ("native.cpu: float16 weights are not supported.",),
-            )
-        )  # fmt: skip
+        error, why = 3e-7 * (i + 1), ("native.cpu: float16 weights are not supported.",)
+        place = (f"{block}.experts", "e.py:40", "reference", error, f"key{i}", "moe_experts(act=silu)")
+        matches.append(Match("experts_grouped", "moe_experts", 1, *place, 1, ("biases are views.",), why))
         misses.append(
             Miss(
                 "swiglu",
