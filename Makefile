@@ -20,6 +20,7 @@ PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --quiet --disable-pip-version-check
 SAY  := printf '\n==> %s\n'
 
+CHECKED := $(foreach d,examples benchmarks docs,$(if $(wildcard $(d)/*.py),$(d)))
 SOURCES := $(wildcard setup.py pyproject.toml native/cpu/build.py native/cpu/*.cpp native/cpu/*.h)
 
 export HF_HUB_OFFLINE := 1
@@ -74,8 +75,8 @@ types: $(VENV)/.packages
 	@$(SAY) "Checking types with mypy"
 	@rm -rf .mypy_src && mkdir -p .mypy_src/ascend_deep
 	@cd .mypy_src/ascend_deep && ln -s ../../ascend_deep/*.py . && ln -s ../../{passes,ops,native,lowering} .
-	@cd .mypy_src && ../$(PY) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p ascend_deep
-	@$(PY) -m mypy $(wildcard setup.py) examples benchmarks
+	@cd .mypy_src && ln -s ../{examples,benchmarks,docs,setup.py} .
+	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache ascend_deep setup.py $(CHECKED)
 
 clean:
 	rm -rf $(VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out

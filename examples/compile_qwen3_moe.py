@@ -33,7 +33,8 @@ import ascend_deep
 # Bfloat16: each layer rounds its result to 8 bits, and the fused experts round less often than eager does.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
-console = Console(highlight=False)
+# Wide enough for the report where the output is not a terminal.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     inductor = torch.compile(model, fullgraph=True, dynamic=True)
     contenders = {
         "eager": lambda tokens: model(tokens).logits,
-        "torch.compile (Inductor)": lambda tokens: inductor(tokens).logits,
-        "torch.compile (ascend_deep)": lambda tokens: fused(tokens).logits,
+        "Inductor": lambda tokens: inductor(tokens).logits,
+        "ascend_deep": lambda tokens: fused(tokens).logits,
     }
     names = list(contenders)
     spent = dict.fromkeys(names, 0.0)
