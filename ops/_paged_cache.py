@@ -99,7 +99,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
 def quantise(kv: Tensor, fmt: str, scale_bytes: int) -> tuple[Tensor, Tensor]:
     """Keys [N, D] to data bytes [N, width] and scale bytes [N, scale_bytes] of a uint8 format.
 
-    s = max(amax, 1e-4) / 448 (6 for FP4), rounded up to a power of two for UE8M0; data = round(x * (1 / s)), saturating.
+    s = max(amax, 1e-4) / 448 (6 for FP4), rounded up to a power of two for UE8M0; data = round(x (1 / s)), saturating.
     """
     x = kv.float()
     count, depth = x.shape

@@ -236,6 +236,8 @@ Tensor paged_mqa_logits(const Tensor& q, const std::string& q_format, const Opti
   a.paged = true;
   a.pages.count = kv_cache.size(0);
   a.pages.block = kv_cache.size(1);
+  STD_TORCH_CHECK(a.pages.block > 0 || a.pages.count == 0, "ascend_deep: the pages of kv_cache hold no keys.");
+  a.pages.block = std::max<int64_t>(a.pages.block, 1);
   a.pages.stride = kv_cache.stride(0) * element;
   if (fmt == "plain") {
     a.pages.width = kv_cache.stride(1) * element;

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ascend_deep.native._provider import Provider
+from ascend_deep.native.cpu import mqa_provider
 from ascend_deep.native.cpu.build import LIBRARY
 
 __all__ = ["CPU", "isa"]
@@ -113,7 +114,12 @@ CPU = Provider(
     name="native.cpu",
     device="cpu",
     unavailable=_unavailable,
-    kernels={"moe_experts": _moe_experts, "moe_route": _moe_route, "swiglu": _swiglu},
-    limits={"moe_experts": _experts_limits, "moe_route": _route_limits, "swiglu": _swiglu_limits},
+    kernels={"moe_experts": _moe_experts, "moe_route": _moe_route, "swiglu": _swiglu, **mqa_provider.KERNELS},
+    limits={
+        "moe_experts": _experts_limits,
+        "moe_route": _route_limits,
+        "swiglu": _swiglu_limits,
+        **mqa_provider.LIMITS,
+    },
     version="1",
 )
