@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["FENCES", "GraphView", "is_fence"]
+__all__ = ["FENCES", "GraphView", "Modes", "is_fence"]
 
-# Nodes that change a thread-local mode for everything after them. A region may not span one.
+# Nodes that change a thread-local mode for what comes after them.
 FENCES = (
     "_set_grad_enabled",
     "_enter_autocast",
@@ -28,24 +29,46 @@ def is_fence(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in FENCES
 
 
+@dataclass(frozen=True)
+class Modes:
+    """The thread-local modes that a node runs under, as far as the graph sets them.
+
+    ``grad`` is what the last ``_set_grad_enabled`` set (None: the caller's mode), ``entered`` the open autocast and
+    inference-mode regions, outermost first, each as (name, arguments).
+    """
+
+    grad: bool | None = None
+    entered: tuple[tuple[str, str], ...] = ()
+
+    def after(self, node: fx.Node) -> Modes:
+        """The modes after ``node``."""
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            return replace(self, grad=bool(node.args[0]))
+        if name.startswith("_enter"):
+            return replace(self, entered=(*self.entered, (name, str(node.args))))
+        return replace(self, entered=self.entered[:-1])
+
+
 class GraphView:
     """A functional ATen graph as the recognisers read it. The graph must not change while a view is in use.
 
     Attributes:
         graph: the graph.
         order: position of each node.
-        segment: number of fences before each node; nodes of one region share one segment.
+        modes: the modes that each node runs under; nodes of one region share them.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.order: dict[fx.Node, int] = {}
-        self.segment: dict[fx.Node, int] = {}
-        fences = 0
+        self.modes: dict[fx.Node, Modes] = {}
+        modes = Modes()
         for i, node in enumerate(graph.nodes):
-            fences += is_fence(node)
             self.order[node] = i
-            self.segment[node] = fences
+            if is_fence(node):
+                modes = modes.after(node)
+            self.modes[node] = modes
 
     # -- values -------------------------------------------------------------------------------------------------
     @staticmethod

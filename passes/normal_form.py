@@ -165,7 +165,7 @@ class ValueTable:
                 pending.extend(missing)
                 continue
             pending.pop()
-            self._segment = self.view.segment.get(current, 0)
+            self._segment = self.view.modes.get(current)
             term = self._read(current)
             term.nodes.append(current)
             if len(term.nodes) > 1:

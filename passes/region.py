@@ -213,8 +213,8 @@ def slice_region(
         inside.add(node)
         if not _reads_shape_only(node):
             pending.extend(a for a in node.all_input_nodes if a not in stop)
-    segments = {view.segment[n] for n in inside if n.op == "call_function"}
-    if len(segments) > 1:
+    modes = {view.modes[n] for n in inside if n.op == "call_function"}
+    if len(modes) > 1:
         return Refusal("the block spans a change of grad mode or autocast.", outputs[0])
     nodes = tuple(sorted(inside, key=view.order.__getitem__))
     return Region(recogniser, view, dict(inputs), tuple(outputs), nodes, dict(hints or {}))

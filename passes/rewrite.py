@@ -47,6 +47,7 @@ def apply(
             graph.erase_node(node)
         return refusal
     call = next(n for n in build.created if op_name(n) == f"ascend_deep.{solution.op}")
+    _shield_from_autocast(region, solution, build)
     if shadow is not None:
         with graph.inserting_after(last):
             outputs = _select(graph, region, outputs, shadow, fake_mode)
@@ -61,6 +62,23 @@ def apply(
         if not node.users and node.op == "call_function":
             graph.erase_node(node)
     return call
+
+
+def _shield_from_autocast(region: Region, solution: Solution, build: Builder) -> None:
+    """Switch autocast off around a replacement whose op would cast.
+
+    The casts that the model's own ops get are explicit by now (``passes.autocast``). A block that autocast leaves in
+    float32, grouped matmuls for one, must stay there, so the op's rule for eager calls may not apply.
+    """
+    device = region.outputs[0].meta["val"].device.type
+    inside = any(name == "_enter_autocast" for name, _ in region.view.modes[region.outputs[0]].entered)
+    if ops.op(solution.op).autocast is None or not (inside or torch.is_autocast_enabled(device)):
+        return
+    dtype = torch.get_autocast_dtype(device)
+    with region.view.graph.inserting_before(build.created[0]):
+        enter = region.view.graph.call_function(_enter_autocast, (device, dtype, False, None))
+    with region.view.graph.inserting_after(build.created[-1]):
+        region.view.graph.call_function(_exit_autocast, (enter,))
 
 
 def _select(graph: fx.Graph, region: Region, outputs: list[fx.Node], shadow: Proof, fake_mode: Any) -> list[fx.Node]:

@@ -162,7 +162,7 @@ def test_grad_mode_fences_stay():
     assert torch.allclose(g, h, rtol=1e-5)
     view = GraphView(catch.graphs[0].graph)
     first, second = (n for n in catch.graphs[0].graph.nodes if op_name(n) == "aten.matmul")
-    assert view.segment[first] != view.segment[second]
+    assert view.modes[first] != view.modes[second]
 
 
 def test_autocast_inside():
