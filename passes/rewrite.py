@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from ascend_deep import ops
 from ascend_deep.lowering._torch_compat import stable_topological_sort
 from ascend_deep.native import table
 from ascend_deep.native._provider import Choice
