@@ -76,7 +76,7 @@ types: $(VENV)/.packages
 	@rm -rf .mypy_src && mkdir -p .mypy_src/ascend_deep
 	@cd .mypy_src/ascend_deep && ln -s ../../ascend_deep/*.py . && ln -s ../../{passes,ops,native,lowering} .
 	@cd .mypy_src && ln -s ../{examples,benchmarks,docs,setup.py} .
-	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache ascend_deep setup.py $(CHECKED)
+	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --no-incremental ascend_deep setup.py $(CHECKED)
 
 clean:
 	rm -rf $(VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out

@@ -8,7 +8,7 @@ of the cache key, so there the rewriting runs ahead of Inductor and the caches k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._inductor
@@ -65,9 +65,9 @@ def compile(
     patches.update(options)
     if _torch_compat.TORCH < (2, 12):
         stage.run(gm)
-        return _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches)
+        return cast("Callable[..., Any]", _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches))
     hooks = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
     before = [] if hooks is None else list(hooks) if isinstance(hooks, (list, tuple)) else [hooks]
     ours = _StagePass(stage)
     patches["pre_grad_custom_pass"] = _Chain([*before, ours]) if before else ours
-    return _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches)
+    return cast("Callable[..., Any]", _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches))

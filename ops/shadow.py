@@ -86,11 +86,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor]
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None], _: Any) -> tuple[Any, ...]:
     (agreed,) = ctx.saved_tensors
-    to_fused, to_original = [], []
+    to_fused: list[Tensor | None] = []
+    to_original: list[Tensor | None] = []
     for grad in grads:
-        use = None if grad is None else agreed.to(grad.device, grad.dtype)
-        to_fused.append(None if grad is None else grad * use)
-        to_original.append(None if grad is None else grad * (1 - use))
+        if grad is None:
+            to_fused.append(None)
+            to_original.append(None)
+            continue
+        use = agreed.to(grad.device, grad.dtype)
+        to_fused.append(grad * use)
+        to_original.append(grad * (1 - use))
     return to_fused, to_original, None, None, None
 
 

@@ -152,8 +152,8 @@ class Recogniser(Protocol):
     def solve(self, region: Region) -> Solution | Refusal:
         """The family member that ``region`` computes. Runs the region; called once per distinct region."""
 
-    def probes(self, region: Region, solution: Solution) -> Sequence[tuple[str, int, Mapping[str, Any]]]:
-        """Inputs for the final comparison: (case name, seed, {"dims": Dims, role: tensor, …})."""
+    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
+        """Inputs for the final comparison, with at least three different seeds."""
 
     def emit(
         self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution

@@ -237,7 +237,7 @@ class Pipeline:
             yield
         finally:
             spent = time.perf_counter() - start
-            self._timings[stage] += spent - self._nested
+            self._timings.update({stage: spent - self._nested})  # type: ignore[dict-item]
             self._nested = outer + spent
 
 
