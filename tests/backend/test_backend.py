@@ -37,7 +37,7 @@ class Block(nn.Module):
         ids = i.reshape(-1)
         gate, up = torch.bmm(self.w13[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
         y = torch.bmm(self.w2[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-        return (y * w.reshape(-1, 1)).view(x.shape[0], self.topk, -1).sum(1)
+        return (y * w.reshape(-1, 1)).view(x.shape[0], self.topk, x.shape[1]).sum(1)
 
     def forward(self, x):
         _, w, i = self.route(x)
