@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.options import Options
-from ascend_deep.report import Collector, GraphBreak, Report, collecting, publish
+from ascend_deep.report import GraphBreak, Report, collecting, publish
 
 __all__ = ["explain"]
 
@@ -62,7 +62,7 @@ def explain(
     original = getattr(model, "_orig_mod", model)
     mark = _dynamo_compat.break_mark()
     with collecting(_name(original), _modules(original)) as collector, _random_state(original):
-        compiled = torch.compile(original, backend=_Backend(chosen, collector), **_dynamo_compat.isolated())
+        compiled = torch.compile(original, backend=_Backend(chosen), **_dynamo_compat.isolated())
         start = time.perf_counter()
         compiled(*args, **kwargs)
         seconds = time.perf_counter() - start
@@ -92,9 +92,9 @@ def _random_state(model: Any) -> AbstractContextManager[None]:
 class _Backend:
     """The backend of one ``explain``. Compared by identity: Dynamo never reuses what another backend compiled."""
 
-    def __init__(self, options: Options, collector: Collector) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._collector = collector
+        self.__name__ = "ascend_deep"  # what Dynamo's messages call it
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from ascend_deep.backend import ascend_deep

@@ -189,9 +189,6 @@ def tree(report: Report) -> TreeNode:
             continue
         node = at(path)
         node.status, node.ops = "unclaimed", count
-    for miss in report.misses:
-        node = at(miss.module)
-        node.status, node.detail = "missed", f"{miss.recogniser}: {miss.reason}"
     fused: dict[str, list[Match]] = {}
     for match in report.matches:
         fused.setdefault(match.module, []).append(match)
@@ -199,6 +196,11 @@ def tree(report: Report) -> TreeNode:
         node = at(path)
         node.status = "fused"
         node.detail = ", ".join(dict.fromkeys(f"{m.op} on {m.provider}" for m in found))
+    for miss in report.misses:  # wins over a smaller block that was fused in the same module
+        node = at(miss.module)
+        found_too = f"{node.detail}; " if node.detail else ""
+        node.status, node.detail = "missed", f"{found_too}{miss.recogniser}: {miss.reason}"
+        fused.pop(miss.module, None)
     if not report.model and not root.kind:
         root.kind = "model"
     _inherit(root, nodes, fused)

@@ -190,6 +190,13 @@ def test_tree_folds_equal_layers_and_keeps_different_ones(report: Report) -> Non
     assert [c.name for c in layers.children] == ["0", "1", "2"]
 
 
+def test_a_refused_block_shows_even_if_a_part_of_it_was_fused(report: Report) -> None:
+    part = replace(report.matches[0], module="model.layers.1.mlp.shared", op="swiglu")
+    layers = tree(replace(report, matches=(*report.matches, part))).children[0].children[1].children
+    shared = next(c for c in layers[1].children[1].children if c.name == "shared")
+    assert shared.status == "missed" and "swiglu on native.cpu; swiglu: gate & up" in shared.detail
+
+
 @pytest.mark.parametrize("ending", [".json", ".html", ".txt"])
 def test_save_chooses_the_form_by_the_ending(report: Report, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"r{ending}"
