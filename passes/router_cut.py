@@ -113,9 +113,21 @@ def anchors(view: GraphView) -> list[fx.Node]:
     for candidate in found:
         cone = _cone(view, [candidate.ids])
         inner |= (cone & ids) - {candidate.ids}
-        if any(op_name(n) in _SCORING for n in cone) or _scored_later(view, candidate):
+        if _scored_before(view, candidate, cone) or _scored_later(view, candidate):
             kept.append(candidate)
     return [s.ids for s in kept if s.ids not in inner]
+
+
+def _scored_before(view: GraphView, found: Selection, cone: Iterable[fx.Node]) -> bool:
+    """True if a softmax or the like of all experts leads to the choice."""
+    shape = view.shape(found.scores)
+    rows, experts = _rows(shape[:-1]), shape[-1]
+    for node in cone:
+        if op_name(node) in _SCORING:
+            own = view.shape(node)
+            if len(own) >= 2 and _rows(own[:-1]) == rows and isinstance(own[-1], int) and own[-1] >= experts:
+                return True
+    return False
 
 
 def _scored_later(view: GraphView, found: Selection) -> bool:
@@ -157,14 +169,19 @@ def cuts(view: GraphView, found: Selection, recogniser: str) -> list[Region] | R
     ]
     regions: list[Region] = []
     refusal: Refusal | None = None
-    for returns, outputs in _outputs(view, found, logits, experts, rows):
+    for returns, outputs in _outputs(view, found, cone, experts, rows):
         for n in logits:
             region = _region(view, recogniser, found, n, returns, outputs, experts)
             if isinstance(region, Refusal):
                 refusal = refusal or region
             elif region is not None:
-                largest = regions[0] if regions else None
-                regions.append(_with_notes(region, largest))
+                if not regions:
+                    region = replace(region, hints={**region.hints, "largest": True})
+                    if refusal is not None:
+                        region = replace(region, hints={**region.hints, "left": refusal.reason})
+                else:
+                    region = _with_note(region, regions[0])
+                regions.append(region)
             if len(regions) == _MAX_REGIONS:
                 return regions
     if regions:
@@ -177,31 +194,44 @@ def cuts(view: GraphView, found: Selection, recogniser: str) -> list[Region] | R
 
 
 def _outputs(
-    view: GraphView, found: Selection, logits: Sequence[fx.Node], experts: int, rows: sympy.Expr
+    view: GraphView, found: Selection, cone: set[fx.Node], experts: int, rows: sympy.Expr
 ) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
     """What the op may have to return, largest region first: (names, nodes)."""
-    after = _after(view, found, set(logits), experts)
+    after = _after(view, found, cone, experts)
     shape = view.shape(found.ids)
     ordered = sorted(after, key=view.order.__getitem__, reverse=True)
     floats = [n for n in ordered if (t := view.tensor(n)) is not None and t.is_floating_point()]
     weights = [n for n in floats if _same_shape(view.shape(n), shape)]
-    own = {found.ids, *found.roots, *weights, *(u for r in found.roots for u in r.users)}
-    alone = all(user in after for node in own for user in node.users if user not in own)
-    if alone:
-        for n in floats:
-            if view.shape(n)[-1:] == (experts,) and _rows(view.shape(n)[:-1]) == rows and n not in own:
-                yield "dense", (n,)
+    for n in floats:
+        dense = view.shape(n)[-1:] == (experts,) and _rows(view.shape(n)[:-1]) == rows and n not in weights
+        if dense and not _escapes([*found.roots, found.ids], after | {found.ids}, n):
+            yield "dense", (n,)
     for n in weights:
         yield "weights,ids", (n, found.ids)
-    if not weights or all(not set(n.users) - after for n in weights):
+    if not _escapes(weights, after, found.ids):
         yield "ids", (found.ids,)
 
 
-def _after(view: GraphView, found: Selection, logits: set[fx.Node], experts: int) -> set[fx.Node]:
-    """Nodes computed from the selection, the logits and per-expert vectors, and nothing else."""
-    inside = set(_cone(view, [found.ids]))
-    after: set[fx.Node] = set()
-    pending = [*found.roots, found.ids, *logits]
+def _escapes(starts: Iterable[fx.Node], after: set[fx.Node], stop: fx.Node) -> bool:
+    """True if something computed from ``starts``, but not through ``stop``, is used outside ``after``."""
+    reached: set[fx.Node] = set()
+    pending = list(starts)
+    while pending:
+        for user in pending.pop().users:
+            if user is stop or user in reached:
+                continue
+            if user not in after:
+                return True
+            reached.add(user)
+            pending.append(user)
+    return False
+
+
+def _after(view: GraphView, found: Selection, cone: set[fx.Node], experts: int) -> set[fx.Node]:
+    """Nodes computed from the selection, from what it is made of, and from per-expert vectors, and nothing else."""
+    rows = _rows(view.shape(found.scores)[:-1])
+    before = [n for n in cone if len(view.shape(n)) >= 2 and _rows(view.shape(n)[:-1]) == rows]
+    pending = [*found.roots, found.ids, *sorted(before, key=view.order.__getitem__)]
     chosen = {*found.roots, found.ids}
     seen: set[fx.Node] = set()
     while pending and len(seen) < _MAX_CONE:
@@ -210,14 +240,13 @@ def _after(view: GraphView, found: Selection, logits: set[fx.Node], experts: int
             if user in seen or not _walkable(user):
                 continue
             tensors = [a for a in user.all_input_nodes if not _is_size(view, a)]
-            if not all(a in inside or a in seen or _vector(view, a, experts) for a in tensors):
+            if not all(a in cone or a in seen or _vector(view, a, experts) for a in tensors):
                 continue  # comes again when its other inputs have been seen
             seen.add(user)
             if any(a in chosen for a in tensors):
                 chosen.add(user)
             pending.append(user)
-    after = {n for n in chosen if n not in found.roots and n is not found.ids}
-    return after
+    return {n for n in chosen if n not in found.roots and n is not found.ids}
 
 
 def _vector(view: GraphView, node: fx.Node, experts: int) -> bool:
@@ -269,8 +298,9 @@ def _region(
                     biases[a] = None
     if len(biases) > 1:
         return None
-    scored = any(op_name(n) in _SCORING for n in cone if n in depends and n is not logits)
-    if not scored and not (returns == "ids" and biases):
+    if not any(op_name(n) in _SCORING for n in cone if n in depends and n is not logits):
+        return None
+    if returns == "dense" and found.ids not in cone:
         return None
     inputs = {"logits": logits}
     if biases:
@@ -352,12 +382,8 @@ def _say(view: GraphView, node: fx.Node) -> str:
     return f"{op_name(node)}, {what}" if node.op == "call_function" else what
 
 
-def _with_notes(region: Region, largest: Region | None) -> Region:
-    """Say what a smaller region leaves outside."""
-    if largest is None:
-        return replace(region, hints={**region.hints, "largest": True})
+def _with_note(region: Region, largest: Region) -> Region:
+    """``region`` with what it leaves outside compared with ``largest``."""
     left = [n for n in largest.nodes if n not in set(region.nodes) and n.op == "call_function"]
     names = ", ".join(dict.fromkeys(op_name(n).split(".")[-1] for n in left if n.target is not operator.getitem))
-    if not names:
-        return region
-    return replace(region, hints={**region.hints, "outside": names})
+    return replace(region, hints={**region.hints, "left": f"{names}."}) if names else region

@@ -21,6 +21,9 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 __all__ = ["Selection", "named_args", "selection"]
 
 
+_JOINS = frozenset({"aten.cat", "aten.concat", "aten.concatenate", "aten.stack"})
+
+
 @dataclass(frozen=True)
 class Selection:
     """One choice of K experts.
@@ -89,7 +92,7 @@ def selection(view: GraphView, node: fx.Node) -> Selection | None:
             return Selection(node, args["self"], (node,), "descending", not args["keepdim"])
     if name in ("aten.slice", "aten.narrow"):
         return _sorted_slice(view, node)
-    if name in ("aten.cat", "aten.stack"):
+    if name in _JOINS:
         return _joined(view, node)
     return None
 
@@ -123,7 +126,7 @@ def _joined(view: GraphView, node: fx.Node) -> Selection | None:
     for part in args["tensors"]:
         while op_name(part) in ("aten.unsqueeze", "aten.view", "aten.reshape"):
             part = part.args[0]
-        member = selection(view, part) if op_name(part) not in ("aten.cat", "aten.stack") else None
+        member = selection(view, part) if op_name(part) not in _JOINS else None
         if member is None or not (member.squeezed or view.shape(part)[-1] == 1):
             return None
         members.append(member)

@@ -155,8 +155,8 @@ def solve(region: Region) -> Solution | Refusal:
     if refusal is not None:
         return refusal
     notes = []
-    if region.hints.get("outside"):
-        notes.append(f"stays outside the op: {region.hints['outside']}.")
+    if region.hints.get("left"):
+        notes.append(f"left outside the op: {region.hints['left']}")
     if region.hints["order"] == "open":
         notes.append("the block leaves the order of the chosen experts open; the op returns them in descending order.")
     return Solution("moe_route", attrs, tuple(notes))
