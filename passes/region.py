@@ -202,12 +202,12 @@ def slice_region(
         if node.op == "get_attr" and _small_constant(node) is not None:
             inside.add(node)
             continue
-        if node.op != "call_function":
-            return Refusal(f"the block also reads {node.name}, which is not one of its known inputs.", node)
         if isinstance(view.val(node), (torch.SymFloat, torch.SymBool)):
             return Refusal("the block depends on a number that is only known at run time.", node)
         if isinstance(view.val(node), (torch.SymInt, int, float)):
-            continue  # a size: evaluated, not computed
+            continue  # a size, also one that Dynamo passes as an input of its own: evaluated, not computed
+        if node.op != "call_function":
+            return Refusal(f"the block also reads {node.name}, which is not one of its known inputs.", node)
         if not is_pure(node):
             return Refusal(f"{op_name(node)} inside the block is not on the list of pure ops.", node)
         inside.add(node)
