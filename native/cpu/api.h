@@ -121,7 +121,6 @@ extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-extern const Kernels kAvx512Bf16;
 #endif
 
 // The instruction set in use: the best one the CPU has, or what ASCEND_DEEP_CPU_ISA names.

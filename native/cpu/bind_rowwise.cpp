@@ -116,7 +116,7 @@ Tensor swiglu(const Tensor& h_in, const std::optional<Tensor>& row_weight, const
 
 // "" only reports. Returns the instruction sets of this CPU, lowest first, the one in use with a star.
 std::string isa(const std::string& name) {
-  const Kernels* all[4];
+  const Kernels* all[kIsas];
   const int n = available(all);
   STD_TORCH_CHECK(name.empty() || select(name.c_str()), "ascend_deep: this CPU does not have the instruction set '", name,
                   "'.");

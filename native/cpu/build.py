@@ -30,11 +30,18 @@ _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-in
 # The kernels count on fused multiply-add wherever the CPU has it; they do not read errno or floating-point traps.
 _KERNEL = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
-_GENERIC = ("bind_experts.cpp", "bind_rowwise.cpp", "dispatch.cpp", "mqa_bind.cpp", "mqa_select.cpp", "plan.cpp")
+_GENERIC = (
+    "bind_experts.cpp",
+    "bind_rowwise.cpp",
+    "dispatch.cpp",
+    "mqa_bind.cpp",
+    "mqa_bind_attention.cpp",
+    "mqa_select.cpp",
+    "plan.cpp",
+)
 _X86 = {
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
-    "isa_avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
     "mqa_avx2.cpp": ["-mavx2", "-mfma"],
     "mqa_avx512.cpp": _AVX512,
 }

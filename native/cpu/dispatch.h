@@ -5,7 +5,9 @@
 
 namespace ascend_deep_cpu {
 
-// Writes the usable kernel tables to out[0 .. 4) and returns their number.
+constexpr int kIsas = 3;
+
+// Writes the usable kernel tables to out[0 .. kIsas) and returns their number.
 int available(const Kernels** out);
 
 // Uses the named instruction set from now on; false if this CPU or this build does not have it. For tests.

@@ -61,6 +61,23 @@ inline constexpr int32_t kMqaNan = INT32_MIN + 1;
 // Keeps the k largest of n candidates, in their order, and returns k; n <= k changes nothing. `spare` has room for n.
 int64_t mqa_prune(uint64_t* candidates, int64_t n, int64_t k, uint64_t* spare);
 
+// q [B, Hq, S, D], k [B, Hk, T, D], v [B, Hk, T, Dv]; strides in elements, the last dimension is contiguous.
+struct SparseAttention {
+  int64_t key_heads, group, rows, keys, depth, value_depth, topk;  // group = Hq / Hk
+  Dtype dtype;
+  const void *q, *k, *v;
+  int64_t q_stride[3], k_stride[3], v_stride[3];
+  const int64_t* idx;  // [B, S, K]
+  MqaMask mask;
+  const char* mask_base;
+  int64_t mask_stride[3];  // bytes between batch entries, heads and rows, 0 where it broadcasts
+  const float* sink;       // nullptr or [Hq]
+  float scale;
+  int64_t task_heads;  // query heads of one key head that a task takes, rounded up to 8
+  void* out;           // [B, Hq, S, Dv]
+  float* lse;          // [B, Hq, S]
+};
+
 // One instruction set. `scratch` is per thread, 64-byte aligned.
 struct MqaKernels {
   int64_t panel;  // keys in a panel; key ranges of tasks start at multiples of it
@@ -71,6 +88,9 @@ struct MqaKernels {
   // The candidates of the same, ascending by index: row s has count[s - s0] <= topk of them at lists + (s - s0) * pitch.
   void (*topk)(const Mqa&, int64_t b, int64_t s0, int64_t s1, int64_t k0, int64_t k1, uint64_t* lists, int64_t pitch,
                int64_t* count, void* scratch);
+  size_t (*attention_scratch)(const SparseAttention&);
+  // Row s of batch entry b: heads [h0, h1) of the group of key head g.
+  void (*attention)(const SparseAttention&, int64_t b, int64_t g, int64_t s, int64_t h0, int64_t h1, void* scratch);
 };
 
 extern const MqaKernels kMqaPortable;

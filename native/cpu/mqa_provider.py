@@ -116,6 +116,13 @@ def _paged_mqa_logits(
     return out
 
 
+def _sparse_mqa_attention(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.ascend_deep_cpu.sparse_mqa_attention(q, k, v, idx, mask, sink, scale)
+    return out
+
+
 def _operands(q: Tensor, kv: Tensor, mask: Tensor | None) -> str | None:
     for name, tensor in (("q", q), ("kv", kv)):
         if tensor.dtype == torch.float64:
@@ -167,14 +174,26 @@ def _paged_limits(
     return _operands(q, kv_cache, None)
 
 
+def _attention_limits(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, **_: Any
+) -> str | None:
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"q has dtype {q.dtype}; the kernel takes float32 and bfloat16."
+    if mask is not None and mask.dtype == torch.float64:
+        return "mask is float64; the kernel takes bool, float32, bfloat16 and float16."
+    return None
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "mqa_logits": _mqa_logits,
     "mqa_topk": _mqa_topk,
     "paged_mqa_logits": _paged_mqa_logits,
+    "sparse_mqa_attention": _sparse_mqa_attention,
 }
 
 LIMITS: Mapping[str, Callable[..., str | None]] = {
     "mqa_logits": _logits_limits,
     "mqa_topk": _topk_limits,
     "paged_mqa_logits": _paged_limits,
+    "sparse_mqa_attention": _attention_limits,
 }

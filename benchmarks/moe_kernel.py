@@ -1,0 +1,218 @@
+"""The C++ expert kernel against what a user would run otherwise, and against the floor of the machine.
+
+Every contender computes the same layer with the same weights: the Hugging Face experts in eager mode (loop over
+experts, ``batched_mm``, ``grouped_mm``), the last two under ``torch.compile`` with Inductor, and our op. They are timed
+in turns, so that whatever else the machine does hits all of them alike.
+
+The floor is the larger of two times, both measured in the same turns: the bytes of the weights of the active experts
+at the rate at which torch sums a large tensor, and the multiplications at the rate of a large float32 matrix product.
+For bfloat16 the bytes are half and the rate of multiplication is the better one of float32 and bfloat16.
+
+Ratios use the best time of each contender, since disturbances only ever add; medians are printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ascend_deep import ops
+from ascend_deep.native.cpu.provider import CPU, isa
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# batched_mm copies the weights of every (token, expert) pair; beyond this it would only measure the page cache.
+MAX_GATHER_BYTES = 2 << 30
+
+
+@dataclass
+class Shape:
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+
+    def weights_per_expert(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+
+@dataclass
+class Row:
+    """One contender at one size; times in milliseconds, ratios to the best time of the floor and of the others."""
+
+    dtype: str
+    tokens: int
+    name: str
+    best: float
+    median: float
+    over_floor: float
+    error: float
+    times: list[float] = field(repr=False)
+
+
+def hf_experts(shape: Shape, implementation: str, gate_up: Tensor, down: Tensor) -> torch.nn.Module:
+    """The experts of Qwen3-MoE with the given weights and ``experts_implementation``."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.topk,
+    )
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config)
+    module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+    module.down_proj = torch.nn.Parameter(down, requires_grad=False)
+    return module
+
+
+def contenders(
+    shape: Shape, dtype: torch.dtype, gate_up: Tensor, down: Tensor, compiled: bool
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Name to function of (x, ids, weights)."""
+
+    def ours(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return ops.moe_experts(x, ids, weights, gate_up, None, down, None, act="silu")
+
+    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ascend_deep": ours}
+    for name, implementation in (("eager loop", "eager"), ("batched_mm", "batched_mm"), ("grouped_mm", "grouped_mm")):
+        found[name] = hf_experts(shape, implementation, gate_up, down)
+        if compiled and implementation != "eager":
+            found[f"{name}, compiled"] = torch.compile(hf_experts(shape, implementation, gate_up, down))
+    return found
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) -> list[Row]:
+    """Times every contender at one size, in turns with the two floors."""
+    dtype = DTYPES[name]
+    generator = torch.Generator().manual_seed(tokens)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    gate_up = (randn(shape.experts, 2 * shape.intermediate, shape.hidden) / shape.hidden**0.5).to(dtype)
+    down = (randn(shape.experts, shape.hidden, shape.intermediate) / shape.intermediate**0.5).to(dtype)
+    x = randn(tokens, shape.hidden).to(dtype)
+    weights, ids = randn(tokens, shape.experts).softmax(-1).topk(shape.topk)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
+
+    big = randn(32 << 20)
+    square = {d: randn(2048, 2048).to(d) for d in {torch.float32, dtype}}
+    calls: dict[str, Callable[[], object]] = {"floor: read": big.sum}
+    for d, m in square.items():
+        calls[f"floor: {d}"] = lambda m=m: m @ m.t()
+    gathered = tokens * shape.topk * shape.weights_per_expert() * x.element_size()
+    for contender, function in contenders(shape, dtype, gate_up, down, compiled).items():
+        if contender.startswith("batched_mm") and gathered > MAX_GATHER_BYTES:
+            continue
+        calls[contender] = lambda function=function: function(x, ids, weights)
+
+    times: dict[str, list[float]] = {contender: [] for contender in calls}
+    with torch.no_grad():
+        truth = ops.moe_experts(x.double(), ids, weights.double(), gate_up.double(), None, down.double(), None)
+        errors = {n: _error(call(), truth) for n, call in calls.items() if not n.startswith("floor")}
+        for _ in range(repeats):
+            for contender, call in calls.items():
+                times[contender].append(timed(call))
+
+    read_rate = big.nbytes / min(times["floor: read"])
+    gemm_rate = max(2 * 2048**3 / min(times[f"floor: {d}"]) for d in square)
+    active = int(ids.unique().numel())
+    floor_read = active * shape.weights_per_expert() * x.element_size() / read_rate
+    floor_gemm = 2 * tokens * shape.topk * shape.weights_per_expert() / gemm_rate
+    floor = max(floor_read, floor_gemm)
+    bound = "memory" if floor_read > floor_gemm else "matmul"
+    rows = [Row(name, tokens, f"floor ({bound})", floor, floor, 1.0, 0.0, [])]
+    for contender, error in errors.items():
+        t = times[contender]
+        rows.append(Row(name, tokens, contender, min(t), statistics.median(t), min(t) / floor, error, t))
+    return rows
+
+
+def _error(got: object, truth: Tensor) -> float:
+    assert isinstance(got, Tensor)
+    return float((got.double() - truth).abs().max() / truth.abs().max())
+
+
+def show(rows: list[Row], shape: Shape) -> None:
+    table = Table(
+        title=f"moe_experts: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} experts, "
+        f"top-{shape.topk}; {torch.get_num_threads()} threads, {isa()}",
+        caption="ms; ratios are of best times; error: the largest, relative to the largest output, against float64",
+    )
+    for column in ("dtype", "tokens", "contender", "best", "median", "x floor", "ascend_deep is faster by", "error"):
+        table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
+    group: tuple[str, int] | None = None
+    for row in rows:
+        ours = next(r for r in rows if (r.dtype, r.tokens, r.name) == (row.dtype, row.tokens, "ascend_deep"))
+        new = (row.dtype, row.tokens) != group
+        if new and group is not None:
+            table.add_section()
+        group = (row.dtype, row.tokens)
+        other = not row.name.startswith("floor") and row is not ours
+        table.add_row(
+            row.dtype if new else "",
+            str(row.tokens) if new else "",
+            f"[bold]{row.name}[/bold]" if row is ours else row.name,
+            f"{row.best:.3f}",
+            f"{row.median:.3f}",
+            f"{row.over_floor:.2f}",
+            f"{row.best / ours.best:.2f}x" if other else "",
+            f"{row.error:.0e}" if row.error else "",
+        )
+    # A pipe has no width of its own; cutting numbers off would be worse than long lines.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=[*DTYPES, "both"], default="both", help="dtype of x and weights (both)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256, 1024], help="counts (1 16 256 1024)")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size (1024)")
+    parser.add_argument("--intermediate", type=int, default=512, help="intermediate size of an expert (512)")
+    parser.add_argument("--experts", type=int, default=32, help="number of experts (32)")
+    parser.add_argument("--topk", type=int, default=4, help="experts per token (4)")
+    parser.add_argument("--repeats", type=int, default=15, help="turns per size (15)")
+    parser.add_argument("--quick", action="store_true", help="five turns, nothing compiled")
+    parser.add_argument("--json", action="store_true", help="print JSON with all times instead of the table")
+    args = parser.parse_args()
+    missing = CPU.unavailable()
+    if missing is not None:
+        print(f"moe_kernel: {missing}", file=sys.stderr)
+        return 1
+    shape = Shape(args.hidden, args.intermediate, args.experts, args.topk)
+    rows: list[Row] = []
+    for dtype in DTYPES if args.dtype == "both" else [args.dtype]:
+        for tokens in args.tokens:
+            rows += measure(shape, dtype, tokens, 5 if args.quick else args.repeats, compiled=not args.quick)
+    if args.json:
+        run = {"shape": asdict(shape), "threads": torch.get_num_threads(), "isa": isa()}
+        print(json.dumps({**run, "rows": [asdict(r) for r in rows]}))
+    else:
+        show(rows, shape)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
