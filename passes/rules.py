@@ -28,14 +28,17 @@ def read_copy(call: Call) -> Term | None:
 
 
 def read_permute(call: Call) -> Term | None:
-    """permute, transpose and t as a permutation of dims counted from the front."""
+    """permute, transpose, t, T and mT as a permutation of dims counted from the front."""
     x, rank = call.args["self"], len(call.shape)
     if call.name == "aten.permute":
         dims = [int(d) % rank for d in call.args["dims"]]
     else:
         dims = list(range(rank))
-        if rank >= 2:
-            a, b = (0, 1) if call.name == "aten.t" else (call.dim("dim0"), call.dim("dim1"))
+        if call.name == "aten.numpy_T":
+            dims.reverse()
+        elif rank >= 2:
+            swapped = {"aten.t": (0, 1), "aten.mT": (rank - 2, rank - 1)}
+            a, b = swapped.get(call.name) or (call.dim("dim0"), call.dim("dim1"))
             dims[a], dims[b] = b, a
     return call.make("Permute", [x], dims)
 
@@ -259,7 +262,7 @@ def read_range(call: Call) -> Term | None:
 
 
 def read_counts(call: Call) -> Term | None:
-    """histc over [0, E) with E bins, bincount with minlength E: how often each id occurs."""
+    """histc over [0, E) with E bins, bincount with minlength E (of ids below E): how often each id occurs."""
     if call.name == "aten.histc":
         bins, low, high = call.args["bins"], call.args["min"], call.args["max"]
         if low != 0 or high not in (bins - 1, bins):
@@ -267,7 +270,8 @@ def read_counts(call: Call) -> Term | None:
         return call.make("Counts", [call.args["self"]], [bins])
     if call.args["weights"] is not None or not call.args["minlength"]:
         return None
-    return call.make("Counts", [call.args["self"]], [call.args["minlength"]])
+    bins = call.args["minlength"]
+    return call.table.make("Counts", (call.args["self"],), (bins,), (bins,), call.dtype)
 
 
 def read_one_hot_sum(call: Call) -> Term | None:
@@ -292,7 +296,7 @@ def read_running_sum(call: Call) -> Term | None:
         counts = counts.args[0]
     if counts.op != "Counts" or call.dim() != 0:
         return None
-    return call.make("Offsets", counts.args, counts.attrs)
+    return call.table.make("Offsets", counts.args, counts.attrs, counts.attrs, call.dtype)
 
 
 def counts_of_order(table: ValueTable, args: Any, attrs: Any, shape: Any, dtype: Any) -> Term | None:
@@ -397,7 +401,7 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsquee
 READING: Mapping[str, tuple[Read, ...]] = {
     **{f"aten.{name}": (read_reshape,) for name in _RESHAPES},
     **{f"aten.{name}": (read_copy,) for name in ("clone", "contiguous", "alias", "lift_fresh_copy")},
-    **{f"aten.{name}": (read_permute,) for name in ("permute", "transpose", "t", "swapaxes")},
+    **{f"aten.{name}": (read_permute,) for name in ("permute", "transpose", "t", "swapaxes", "numpy_T", "mT")},
     **{f"aten.{name}": (read_cast,) for name in ("_to_copy", "to", "type_as")},
     **{f"aten.{name}": (read_expand,) for name in ("expand", "expand_as", "broadcast_to")},
     "aten.repeat": (read_repeat,),
@@ -405,7 +409,7 @@ READING: Mapping[str, tuple[Read, ...]] = {
     **{f"aten.{name}": (read_split,) for name in ("split", "chunk", "unbind")},
     "aten.split_with_sizes": (read_split_sizes,),
     "getitem": (read_item,),
-    **{f"aten.{name}": (read_slice,) for name in ("slice", "select")},
+    **{f"aten.{name}": (read_slice,) for name in ("slice", "narrow", "select")},
     **{f"aten.{name}": (read_gemm,) for name in ("mm", "bmm", "matmul")},
     **{f"aten.{name}": (read_gemm_add,) for name in ("addmm", "baddbmm")},
     "aten.linear": (read_linear,),

@@ -2,9 +2,10 @@
 
     gate, up = h.chunk(2, -1)   or   h[..., ::2], h[..., 1::2];      out = act(gate) * up
 
-Covers every activation of ``ops.ACTIVATIONS`` with its limits and alpha, spelled as one op or in pieces (x * sigmoid(x)),
-operands in any order, casts in between. The activation is decided by running the block (``activation_family.py``). Not
-covered: gate and up from two products (there is no one tensor), the activation on the second half, other leading dims.
+Covers every activation of ``ops.ACTIVATIONS`` with its limits and alpha, as one op or in pieces (x * sigmoid(x)), with
+operands in any order and casts in between. The activation is decided by running the block (``activation_family.py``).
+Not covered: gate and up from two products (there is no one tensor), the activation on the second half, split dims other
+than the last.
 
 Contract: ``ops/swiglu.py``.
 """
@@ -31,9 +32,9 @@ _POINTWISE = frozenset(
     f"aten.{name}"
     for name in (
         "mul", "add", "sub", "rsub", "div", "neg", "pow", "square", "sqrt", "exp", "log", "log1p", "tanh", "erf", "abs",
-        "sigmoid", "silu", "gelu", "relu", "relu6", "mish", "softplus", "elu", "celu", "selu", "leaky_relu", "hardswish",
-        "hardsigmoid", "hardtanh", "log_sigmoid", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "where",
-        "_to_copy", "to", "type_as", "view", "reshape", "unsqueeze", "squeeze", "reciprocal", "sign",
+        "sigmoid", "silu", "gelu", "relu", "relu6", "mish", "softplus", "elu", "celu", "selu", "leaky_relu",
+        "hardswish", "hardsigmoid", "hardtanh", "log_sigmoid", "clamp", "clamp_min", "clamp_max", "minimum", "maximum",
+        "where", "_to_copy", "to", "type_as", "view", "reshape", "unsqueeze", "squeeze", "reciprocal", "sign",
     )
 )  # fmt: skip
 _PARTS = frozenset({"getitem", "aten.slice", "aten.narrow"})
