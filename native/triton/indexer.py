@@ -1,0 +1,338 @@
+"""Launches of the indexer kernels: ``mqa_logits`` and ``mqa_topk`` on CUDA through Triton.
+
+Arguments are those of the ops; ``provider`` checks the limits before a call gets here. ``mqa_topk`` computes the scores
+of a block of queries into a workspace of at most ``WORKSPACE_BYTES`` and selects from it, so its memory does not grow
+with the number of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ascend_deep.native.triton.mqa_logits import logits_kernel
+from ascend_deep.native.triton.plan import Segment, Tile, power_of_two, segment_for, tile_for
+from ascend_deep.native.triton.select import select_kernel
+
+__all__ = ["WORKSPACE_BYTES", "launch_logits", "mqa_logits", "mqa_topk", "select_rows", "topk_of_blocks"]
+
+WORKSPACE_BYTES = 128 << 20
+
+
+def _pitch(t: Tensor | None, dims: int, broadcast: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Strides of the first ``dims`` dimensions, 0 for those of size 1 that broadcast, zeros for ``None``."""
+    if t is None:
+        return (0,) * dims
+    return tuple(0 if d in broadcast and t.shape[d] == 1 else t.stride(d) for d in range(dims))
+
+
+def _flat_keys(kv: Tensor) -> Tensor:
+    """kv [B, T, D] as [B * T, D] that the copy engine can read: base and rows on 16 bytes. Copies if it has to."""
+    flat = kv.reshape(-1, kv.shape[2])
+    unit = 16 // kv.element_size()
+    if flat.stride(1) != 1 or flat.stride(0) % unit or flat.data_ptr() % 16:
+        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % unit)).contiguous()
+        if flat.data_ptr() % 16:
+            flat = flat.clone()
+    return flat
+
+
+def launch_logits(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv: Tensor,
+    kv_sf: Tensor | None,
+    weights: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    mask: Tensor | None,
+    out: Tensor,
+    *,
+    scale: float,
+    compressed: bool = False,
+    clean: bool = True,
+    tile: Tile | None = None,
+) -> None:
+    """Writes the scores into ``out`` [B, S, columns]; int32 ``out`` is the workspace of the selection (see the kernel).
+
+    ``out`` must be contiguous in its last dimension. ``tile`` overrides the plan (for measurements).
+    """
+    batch, queries, heads, depth = q.shape
+    keys = kv.shape[1]
+    if out.numel() == 0:
+        return
+    if keys == 0:
+        out.fill_(-1 if out.dtype == torch.int32 else -torch.inf)
+        return
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    tile = tile or tile_for(q.element_size(), depth)
+    block_h = power_of_two(heads)
+    per_tile = min(max(tile.columns // block_h, 1), power_of_two(queries))
+    per_tile = max(per_tile, 16 // block_h)  # the smallest tile of the tensor cores
+    block_d = power_of_two(depth, 32)
+    flat = _flat_keys(kv)
+    descriptor = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [tile.keys, block_d])
+    blocks = triton.cdiv(queries, per_tile)
+    span = max(keys, out.shape[2]) if compressed else keys
+    pieces = max(min(tile.programs // max(blocks * batch, 1), triton.cdiv(span, 8 * tile.keys)), 1)
+    chunk = triton.cdiv(triton.cdiv(span, pieces), tile.keys) * tile.keys
+    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+    q_sf_2 = None if q_sf is None else q_sf[..., 0]
+    kv_sf_2 = None if kv_sf is None else kv_sf[..., 0]
+    logits_kernel[(blocks, triton.cdiv(span, chunk), batch)](
+        q,
+        q_sf_2,
+        descriptor,
+        kv_sf_2,
+        weights,
+        ks,
+        ke,
+        mask.view(torch.uint8) if mask is not None and kind == 1 else mask,
+        out,
+        scale,
+        queries,
+        keys,
+        out.shape[2],
+        chunk,
+        *_pitch(q, 3),
+        *_pitch(q_sf_2, 3),
+        *_pitch(kv_sf_2, 2),
+        *_pitch(weights, 3),
+        *_pitch(ks, 2, (0,)),
+        *_pitch(ke, 2, (0,)),
+        *_pitch(mask, 3, (0, 1)),
+        *_pitch(out, 2),
+        H=heads,
+        D=depth,
+        QUERIES=per_tile,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        BLOCK_T=tile.keys,
+        NEGATIVE=scale < 0,
+        HAS_QSF=q_sf is not None,
+        HAS_KVSF=kv_sf is not None,
+        HAS_KS=ks is not None,
+        HAS_KE=ke is not None,
+        MASK=kind,
+        COMPRESSED=compressed,
+        CLEAN=clean and out.dtype != torch.int32,
+        BITS=out.dtype == torch.int32,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+
+
+def mqa_logits(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv: Tensor,
+    kv_sf: Tensor | None,
+    weights: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    max_seqlen_k: int,
+    clean: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """The op ``mqa_logits`` (its docstring has the contract)."""
+    columns = max_seqlen_k or kv.shape[1]
+    out = torch.empty(q.shape[0], q.shape[1], columns, dtype=out_dtype or torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        launch_logits(
+            q, q_sf, kv, kv_sf, weights, ks, ke, mask, out, scale=scale, compressed=max_seqlen_k > 0, clean=clean
+        )
+    return out
+
+
+def select_rows(
+    values: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    scores: Tensor | None,
+    idx: Tensor,
+    *,
+    rank_last: bool,
+    plan: Segment | None = None,
+) -> None:
+    """The ``idx.shape[2]`` largest of each row of ``values`` into ``scores`` and ``idx``, in order of index.
+
+    Args:
+        values: int32 [B, S, T], bits of f32 scores, -1 for keys that are excluded; contiguous in the last dimension.
+        ks, ke: [B or 1, S] bounds; what ``values`` holds outside them is not read.
+        scores: f32 [B, S, topk] or ``None``.
+        idx: i64 or i32 [B, S, topk].
+        rank_last: excluded keys count as -inf; otherwise they are never chosen.
+        plan: overrides the segments (for measurements).
+    """
+    batch, rows, columns = values.shape
+    topk = idx.shape[2]
+    if idx.numel() == 0:
+        return
+    index: Tensor | None = None
+    while True:
+        cut = plan or segment_for(batch * rows, columns, topk)
+        segment = cut.keys
+        if index is not None:
+            segment = segment // topk * topk  # whole lists of candidates
+        parts = triton.cdiv(columns, segment)
+        last = parts <= 1
+        if last:
+            to_scores, to_idx = scores, idx
+        else:
+            to_scores = torch.empty(batch, rows, parts * topk, dtype=torch.int32, device=values.device)
+            to_idx = torch.empty_like(to_scores)
+        _launch_select(values, index, ks, ke, to_scores, to_idx, segment, cut, topk, rank_last, last)
+        if last:
+            return
+        assert to_scores is not None
+        values, index, columns = to_scores, to_idx, parts * topk
+        ks = ke = None
+        rank_last = False
+
+
+def _launch_select(
+    values: Tensor,
+    index: Tensor | None,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    scores: Tensor | None,
+    idx: Tensor,
+    segment: int,
+    cut: Segment,
+    topk: int,
+    rank_last: bool,
+    last: bool,
+) -> None:
+    batch, rows, columns = values.shape
+    parts = max(triton.cdiv(columns, segment), 1)
+    select_kernel[(batch * rows, parts)](
+        values,
+        index,
+        ks,
+        ke,
+        scores,
+        idx,
+        columns,
+        segment,
+        topk,
+        rows,
+        *_pitch(values, 2),
+        *_pitch(index, 2),
+        *_pitch(ks, 2, (0,)),
+        *_pitch(ke, 2, (0,)),
+        *_pitch(scores, 2),
+        *_pitch(idx, 2),
+        BLOCK=cut.keys,
+        BLOCK_K=min(power_of_two(topk), 1024),
+        HAS_INDEX=index is not None,
+        HAS_KS=ks is not None,
+        HAS_KE=ke is not None,
+        RANK_LAST=rank_last,
+        SCORES=scores is not None,
+        LAST=last,
+        num_warps=cut.warps,
+    )
+
+
+def topk_of_blocks(
+    fill: Callable[[slice, slice], Tensor],
+    q: Tensor,
+    keys: int,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    *,
+    topk: int,
+    outside: str,
+    sorted: bool,
+    return_scores: bool,
+    index_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """``mqa_topk`` from scores that ``fill(batch rows, queries)`` returns as int32 bits [b, s, T], block by block."""
+    batch, queries = q.shape[0], q.shape[1]
+    wanted = return_scores or sorted
+    scores = torch.empty(batch, queries, topk, dtype=torch.float32, device=q.device) if wanted else None
+    idx = torch.empty(batch, queries, topk, dtype=index_dtype or torch.int64, device=q.device)
+    if topk and queries and batch:
+        limit = max(WORKSPACE_BYTES // (4 * max(keys, 1)), 1)
+        step_b = max(limit // queries, 1)
+        step_s = queries if limit >= queries else limit
+        for b in range(0, batch, step_b):
+            for s in range(0, queries, step_s):
+                at = (slice(b, b + step_b), slice(s, s + step_s))
+                select_rows(
+                    fill(*at),
+                    _part(ks, *at),
+                    _part(ke, *at),
+                    None if scores is None else scores[at],
+                    idx[at],
+                    rank_last=outside == "rank_last",
+                )
+    if sorted and scores is not None:
+        scores, idx = _by_score(scores, idx)
+    return scores if scores is not None and return_scores else torch.empty(0, device=q.device), idx
+
+
+def _part(t: Tensor | None, b: slice, s: slice, wide: int = 1) -> Tensor | None:
+    """Block of a [B, S, …] tensor in which size 1 broadcasts (in B always, in S if ``wide`` is 2)."""
+    if t is None:
+        return None
+    if t.shape[0] != 1:
+        t = t[b]
+    return t if wide == 2 and t.shape[1] == 1 else t[:, s]
+
+
+def _by_score(scores: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Descending score, ties by ascending index (the order they are in), padding last."""
+    bits = (scores + 0.0).view(torch.int32)
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = torch.where(scores.isnan(), -(2**31) + 1, key)
+    key = torch.where(idx < 0, -(2**31), key)
+    order = key.argsort(dim=-1, descending=True, stable=True)
+    return scores.gather(-1, order), idx.gather(-1, order)
+
+
+def mqa_topk(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv: Tensor,
+    kv_sf: Tensor | None,
+    weights: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    **attributes: Any,
+) -> tuple[Tensor, Tensor]:
+    """The op ``mqa_topk`` (its docstring has the contract)."""
+    keys = kv.shape[1]
+
+    def fill(b: slice, s: slice) -> Tensor:
+        part = q[b, s]
+        work = torch.empty(part.shape[0], part.shape[1], keys, dtype=torch.int32, device=q.device)
+        launch_logits(
+            part,
+            None if q_sf is None else q_sf[b, s],
+            kv[b],
+            None if kv_sf is None else kv_sf[b],
+            weights[b, s],
+            _part(ks, b, s),
+            _part(ke, b, s),
+            _part(mask, b, s, wide=2),
+            work,
+            scale=scale,
+        )
+        return work
+
+    with torch.cuda.device_of(q):
+        return topk_of_blocks(fill, q, keys, ks, ke, **attributes)
