@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,9 +21,9 @@ from ascend_deep.native import table
 from ascend_deep.options import Options
 from ascend_deep.passes import certificates
 from ascend_deep.passes._types import Outcome
-from ascend_deep.passes.graph_view import clean_module_path
+from ascend_deep.passes.graph_view import GraphView, clean_module_path
 from ascend_deep.passes.pipeline import Pipeline
-from ascend_deep.report import GraphInfo, Report, is_collecting, record
+from ascend_deep.report import GraphInfo, OwnCall, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
 
 __all__ = ["ascend_deep"]
@@ -144,6 +145,13 @@ def _packages() -> str:
     return ",".join(found)
 
 
+def _own_calls(gm: fx.GraphModule) -> tuple[OwnCall, ...]:
+    """Calls of our ops that the model makes itself, which is what ``prepare`` is for."""
+    view = GraphView(gm.graph)
+    calls = ((n, re.match(r"ascend_deep(?:\.|::)(\w+)", str(n.target))) for n in gm.graph.nodes)
+    return tuple(OwnCall(name.group(1), view.module(n), view.source(n)) for n, name in calls if name)
+
+
 def _describe(gm: fx.GraphModule, options: Options, downstream: str) -> GraphInfo:
     """What the report says of the graph itself."""
     values = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
@@ -164,6 +172,7 @@ def _describe(gm: fx.GraphModule, options: Options, downstream: str) -> GraphInf
         planned=_DEVICE_OF_TARGET.get(target, device) not in ("", device),
         downstream=downstream,
         modules=modules,
+        own_calls=_own_calls(gm),
     )
 
 

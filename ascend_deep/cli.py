@@ -130,7 +130,7 @@ def explain(
     with _model_errors(), _status(f"Compiling {loaded.name}"):
         report = _explain(loaded, options, training)
     _emit(report, form, output)
-    raise typer.Exit(0 if report.matches else NOTHING_FUSED)
+    raise typer.Exit(0 if report.counts() else NOTHING_FUSED)
 
 
 @app.command()

@@ -32,6 +32,7 @@ __all__ = [
     "GraphInfo",
     "Match",
     "Miss",
+    "OwnCall",
     "Report",
     "collecting",
     "is_collecting",
@@ -55,6 +56,15 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
+class OwnCall:
+    """A call of one of our ops that was in the graph before any rewrite: ``prepare`` or the model put it there."""
+
+    op: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
 class GraphInfo:
     """One compiled graph, as the backend describes it.
 
@@ -68,6 +78,7 @@ class GraphInfo:
         downstream: who compiled the rewritten graph, e.g. ``"inductor"``.
         compile_id: Dynamo's "frame/compile" id.
         modules: module path to class name, for the modules that ran ops of this graph.
+        own_calls: calls of our ops that were there before the rewrite.
         notes: full sentences for the reader.
         untouched: why the graph was handed over as it came, if it was.
         cached: true if the outcome was read from an artefact and nothing was compiled.
@@ -83,6 +94,7 @@ class GraphInfo:
     downstream: str = ""
     compile_id: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)
+    own_calls: tuple[OwnCall, ...] = ()
     notes: tuple[str, ...] = ()
     untouched: str = ""
     cached: bool = False
@@ -120,11 +132,16 @@ class Report:
 
     # -- questions ----------------------------------------------------------------------------------------------
     def counts(self) -> dict[str, int]:
-        """Number of fused sites per op, e.g. ``{"moe_experts": 4, "moe_route": 4}``."""
-        found: Counter[str] = Counter()
+        """Number of sites per op, e.g. ``{"moe_experts": 4, "moe_route": 4}``: fused here, or there by ``prepare``."""
+        found = Counter(call.op for call in self.own_calls)
         for match in self.matches:
             found[match.op] += match.count
         return dict(sorted(found.items()))
+
+    @property
+    def own_calls(self) -> tuple[OwnCall, ...]:
+        """Calls of our ops that the model made itself, e.g. after ``prepare``."""
+        return tuple(call for g in self.graphs for call in g.own_calls)
 
     @property
     def target(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from ascend_deep.report import Report
-from ascend_deep.report_layout import TreeNode, headline, match_rows, miss_rows, plural, short_paths, tree
+from ascend_deep.report_layout import TreeNode, headline, match_rows, miss_rows, own_rows, plural, short_paths, tree
 from ascend_deep.report_text import duration, error
 
 __all__ = ["render"]
@@ -76,7 +76,15 @@ svg text.name{font-weight:600}
 def render(report: Report) -> str:
     """The page."""
     title = f"ascend-deep: {report.model or 'report'}"
-    parts = [_top(report), _picture(report), _matches(report), _misses(report), _breaks(report), _untouched(report)]
+    parts = [
+        _top(report),
+        _picture(report),
+        _matches(report),
+        _own(report),
+        _misses(report),
+        _breaks(report),
+        _untouched(report),
+    ]
     parts += [_timings(report), _unclaimed(report), _notes(report)]
     body = "\n".join(p for p in parts if p)
     return (
@@ -196,6 +204,14 @@ def _matches(report: Report) -> str:
         "replacement ran on random and adversarial inputs. <code>ascend-deep replay CERTIFICATE</code> runs it again."
         "</p>"
     )
+
+
+def _own(report: Report) -> str:
+    rows = [
+        (str(count), f"<span class='pill fused'>{escape(op)}</span>", _code(modules))
+        for op, count, modules in own_rows(report)
+    ]
+    return f"<h2>Called by the model itself</h2>\n{_table(('calls', 'op', 'where'), rows, (0,))}" if rows else ""
 
 
 def _hint(hint: str) -> str:

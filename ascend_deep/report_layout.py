@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ascend_deep.passes._types import Match, Miss
 from ascend_deep.report import Report
 
-__all__ = ["MatchRow", "MissRow", "TreeNode", "headline", "match_rows", "miss_rows", "short_paths", "tree"]
+__all__ = ["MatchRow", "MissRow", "TreeNode", "headline", "match_rows", "miss_rows", "own_rows", "short_paths", "tree"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ def miss_rows(misses: Sequence[Miss]) -> list[MissRow]:
     ]
 
 
+def own_rows(report: Report) -> list[tuple[str, int, str]]:
+    """(op, number of calls, modules) of the calls that the model makes itself."""
+    groups: dict[str, list[str]] = {}
+    for call in report.own_calls:
+        groups.setdefault(call.op, []).append(call.module or call.source)
+    return [(op, len(places), short_paths(places)) for op, places in groups.items()]
+
+
 def short_paths(paths: Iterable[str]) -> str:
     """Paths that differ in one number become one: ``model.layers.{0-3}.mlp``. Others are separated by commas."""
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
@@ -131,6 +139,8 @@ def headline(report: Report) -> str:
         f"{plural(len(report.misses), 'place')} left as written" if report.misses else "no refusals",
         plural(len(report.graphs), "graph"),
     ]
+    if report.own_calls:
+        parts.insert(1, f"{len(report.own_calls)} called by the model")
     if breaks or report.model:  # a plain compile does not know of breaks
         parts.append(plural(breaks, "graph break") if breaks else "no graph breaks")
     return ", ".join(parts)
@@ -189,13 +199,14 @@ def tree(report: Report) -> TreeNode:
             continue
         node = at(path)
         node.status, node.ops = "unclaimed", count
-    fused: dict[str, list[Match]] = {}
+    fused: dict[str, list[str]] = {}
     for match in report.matches:
-        fused.setdefault(match.module, []).append(match)
+        fused.setdefault(match.module, []).append(f"{match.op} on {match.provider}")
+    for call in report.own_calls:
+        fused.setdefault(call.module, []).append(f"{call.op}, called by the module itself")
     for path, found in fused.items():
         node = at(path)
-        node.status = "fused"
-        node.detail = ", ".join(dict.fromkeys(f"{m.op} on {m.provider}" for m in found))
+        node.status, node.detail = "fused", ", ".join(dict.fromkeys(found))
     for miss in report.misses:  # wins over a smaller block that was fused in the same module
         node = at(miss.module)
         found_too = f"{node.detail}; " if node.detail else ""

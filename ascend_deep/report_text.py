@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ascend_deep.report import Report
-from ascend_deep.report_layout import headline, match_rows, miss_rows, plural, short_paths
+from ascend_deep.report_layout import headline, match_rows, miss_rows, own_rows, plural, short_paths
 
 __all__ = ["render", "to_text"]
 
@@ -33,6 +33,9 @@ def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_head(report)]
     if report.matches:
         parts += [_title("Fused", "green"), _matches(report)]
+    if report.own_calls:
+        calls = (f"{count}× {op}  {modules}" for op, count, modules in own_rows(report))
+        parts += [_title("Called by the model itself", "green"), *(_sentence(c) for c in calls)]
     if report.misses:
         parts += [_title("Left as written", "yellow"), _misses(report)]
     if report.graph_breaks:

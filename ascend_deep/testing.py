@@ -28,7 +28,8 @@ def assert_fused(
 
     Args:
         model, *args, **kwargs: as for ``ascend_deep.explain``.
-        expect: op to number of sites. Exact: an op that is not named must not be there, ``{}`` means nothing fused.
+        expect: op to number of sites. Exact: an op that is not named must not be there, ``{}`` means nothing fused. Ops
+            that ``ascend_deep.prepare`` put into the model count too.
         options: as for the backend.
 
     Returns:

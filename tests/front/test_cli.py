@@ -188,7 +188,12 @@ def test_prepare_makes_one_graph_of_an_expert_loop() -> None:
     assert loop.graph_breaks and "prepare" in loop.graph_breaks[0].hint
     torch._dynamo.reset()
     result = runner.invoke(app, [*arguments, "--prepare"])
-    assert not Report.from_json(result.stdout).graph_breaks
+    report = Report.from_json(result.stdout)
+    assert not report.graph_breaks
+    assert report.counts() == {"moe_experts": 1, "moe_route": 1}
+    assert [c.module for c in report.own_calls] == ["model.layers.0.mlp.experts"]
+    assert "1× moe_experts  model.layers.0.mlp.experts" in str(report)
+    assert "Called by the model itself" in report.to_html()
     assert "1 experts module swapped" in result.stderr
 
 
