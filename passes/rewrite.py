@@ -56,7 +56,7 @@ def apply(
     # Inside the region, and where both results are compared, the original stays.
     keep = {*region.nodes, *build.created}
     if shadow is not None:
-        keep.add(outputs[0].all_input_nodes[0])
+        keep.update(n for n in region.outputs[0].users if op_name(n) == "ascend_deep.shadow_select")
     for old, new in zip(region.outputs, outputs, strict=True):
         old.replace_all_uses_with(new, lambda user: user not in keep)
         replaced[old] = new
@@ -95,7 +95,8 @@ def _select(graph: fx.Graph, region: Region, outputs: list[fx.Node], shadow: Pro
         rtol=shadow.rtol,
         atol=shadow.atol,
     )
-    return [build.item(chosen, i) for i in range(len(outputs))]
+    results = build.item(chosen, 0)
+    return [build.item(results, i) for i in range(len(outputs))]
 
 
 def tidy(module: fx.GraphModule) -> None:
