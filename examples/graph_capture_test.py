@@ -70,7 +70,8 @@ class Block(nn.Module):
         top, idx = logits.topk(2, dim=-1)
         weights = F.softmax(top, dim=-1) if self.scores == "softmax" else top / (1 + top.abs())
         gate, up = torch.einsum("th,tknh->tkn", x, self.up[idx]).chunk(2, dim=-1)
-        return torch.einsum("tki,tkhi,tk->th", F.silu(gate) * up, self.down[idx], weights)
+        out = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.down[idx])
+        return (out * weights[..., None]).sum(1)
 
 
 def test_a_block_of_your_own() -> None:
