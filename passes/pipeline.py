@@ -148,7 +148,7 @@ class Pipeline:
         refused: list[tuple[fx.Node, Refusal]] = []
         taken: set[fx.Node] = set()
         for anchor in recogniser.find(view):
-            if anchor in taken:
+            if anchor in taken or rewrite.SHADOWED in anchor.meta:
                 continue
             regions = recogniser.cut(view, anchor)
             if isinstance(regions, Refusal):

@@ -19,7 +19,10 @@ from ascend_deep.passes.gates import Proof, same_metadata
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Region
 
-__all__ = ["apply", "give_example_values", "provider_of", "tidy"]
+__all__ = ["SHADOWED", "apply", "give_example_values", "provider_of", "tidy"]
+
+SHADOWED = "ascend_deep_shadowed"
+"""Node metadata: part of an original that stays to be compared with; no recogniser may touch it."""
 
 
 def apply(
@@ -56,6 +59,8 @@ def apply(
     # Inside the region, and where both results are compared, the original stays.
     keep = {*region.nodes, *build.created}
     if shadow is not None:
+        for node in region.nodes:
+            node.meta[SHADOWED] = True
         keep.update(n for n in region.outputs[0].users if op_name(n) == "ascend_deep.shadow_select")
     for old, new in zip(region.outputs, outputs, strict=True):
         old.replace_all_uses_with(new, lambda user: user not in keep)
