@@ -1,5 +1,6 @@
 // ascend_deep_cpu::moe_experts: checks, the plan (counting sort of the rows by expert), and the two parallel phases.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "plan.h"
@@ -41,8 +42,10 @@ float weight_at(const void* p, int64_t i, Dtype dtype) {
   return f;
 }
 
-int64_t id_at(const void* p, int64_t i, bool wide) {
-  return wide ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
+// The local expert of an id; not below the number of experts if it is none of them, whatever the id.
+uint64_t local_at(const void* p, int64_t i, bool wide, int64_t offset) {
+  const int64_t id = wide ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
+  return static_cast<uint64_t>(id) - static_cast<uint64_t>(offset);
 }
 
 // Counting sort by expert; stable, so rows of an expert are in order of (token, k).
@@ -56,8 +59,8 @@ Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, 
   std::vector<int64_t> start(experts + 1, 0);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t k = 0; k < topk; ++k) {
-      const int64_t e = id_at(ids, t * is + k * ik, wide) - expert_offset;
-      if (e >= 0 && e < experts) ++start[e + 1];
+      const uint64_t e = local_at(ids, t * is + k * ik, wide, expert_offset);
+      if (e < static_cast<uint64_t>(experts)) ++start[e + 1];
     }
   }
   Rows r;
@@ -75,8 +78,8 @@ Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, 
   r.scale.resize(start[experts]);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t k = 0; k < topk; ++k) {
-      const int64_t e = id_at(ids, t * is + k * ik, wide) - expert_offset;
-      if (e < 0 || e >= experts) continue;
+      const uint64_t e = local_at(ids, t * is + k * ik, wide, expert_offset);
+      if (e >= static_cast<uint64_t>(experts)) continue;
       const int64_t at = start[e]++;
       r.token[at] = static_cast<int32_t>(t);
       r.scale[at] = weight_at(w, t * ws + k * wk, w_dtype);

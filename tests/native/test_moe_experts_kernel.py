@@ -1,0 +1,199 @@
+"""The C++ expert kernel against float64, on every instruction set of this CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ascend_deep.native.cpu.provider import CPU
+
+from .experts_cases import Call, assert_right, make, truth
+
+TOKENS = (0, 1, 2, 3, 7, 16, 63, 64, 65, 130)
+ATTRIBUTES = (
+    {"act": "silu"},
+    {"act": "silu", "limit": 0.7, "interleaved": True},
+    {"act": "swiglu_oai", "alpha": 1.702, "limit": 0.9, "interleaved": True, "bias": True},
+    {"act": "silu_clamp", "limit": 0.4, "bias": True},
+    {"act": "gelu", "weight_on_input": True},
+    {"act": "gelu_tanh", "interleaved": True, "weight_on_input": True, "bias": True},
+    {"act": "relu2", "gated": False},
+    {"act": "sigmoid", "gated": False, "bias": True, "limit": 0.5},
+    {"act": "relu", "gated": False, "weight_on_input": True},
+)
+
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attributes(each_isa: str, dtype: torch.dtype, layout: str, tokens: int) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    for attributes in ATTRIBUTES:
+        out = torch.float32 if attributes.get("bias") else None
+        assert_right(make(g, tokens=tokens, dtype=dtype, layout=layout, out_dtype=out, **attributes))
+
+
+@pytest.mark.parametrize("hidden,inter", [(64, 176), (176, 64), (7, 1), (1, 5), (130, 33), (32, 544)])
+def test_sizes(each_isa: str, hidden: int, inter: int) -> None:
+    g = torch.Generator().manual_seed(hidden)
+    for dtype, layout, interleaved in itertools.product(
+        (torch.float32, torch.bfloat16), ("enk", "ekn"), (False, True)
+    ):
+        for tokens in (3, 41):
+            assert_right(
+                make(
+                    g, tokens=tokens, hidden=hidden, inter=inter, experts=3, dtype=dtype, layout=layout,
+                    interleaved=interleaved, bias=True, out_dtype=torch.float32,
+                )
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+def test_more_rows_than_are_packed_at_a_time(each_isa: str, layout: str) -> None:
+    call = make(torch.Generator().manual_seed(5), tokens=613, hidden=48, inter=24, experts=3, topk=1, layout=layout)
+    call.idx.fill_(1)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("rows", range(1, 70))
+def test_every_number_of_rows_of_an_expert(each_isa: str, rows: int) -> None:
+    call = make(torch.Generator().manual_seed(rows), tokens=rows + 2, hidden=40, inter=24, experts=2, topk=1)
+    call.idx.fill_(0)
+    call.idx[-2:] = 1
+    assert_right(call)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+def test_ids_outside_the_range_read_nothing(each_isa: str, layout: str, index_dtype: torch.dtype) -> None:
+    call = make(torch.Generator().manual_seed(11), tokens=37, experts=6, topk=3, layout=layout, bias=True)
+    big = torch.iinfo(index_dtype)
+    ids = torch.tensor([-1, 12, 13, 15, 3, big.max, big.min, 10, 18])
+    call.idx = ids[torch.randint(len(ids), (37, 3), generator=torch.Generator().manual_seed(3))].to(index_dtype)
+    call.idx[5], call.idx[20] = -1, big.min
+    call.expert_offset = 12
+    want = truth(call)
+    # Experts 12, 13 and 15 are in use; what lies in the others, in the dropped tokens and in their weights is garbage.
+    for w in (call.w13, call.w2, call.b13, call.b2):
+        assert w is not None
+        w[[2, 4, 5]] = torch.nan
+    dropped = ((call.idx < 12) | (call.idx > 15)).all(1)
+    assert dropped.sum() >= 2
+    call.x[dropped] = torch.nan
+    call.weights[(call.idx < 12) | (call.idx > 15)] = torch.nan
+    got = call.run()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-6 * float(want.abs().max()))
+    assert (got[dropped] == 0).all()
+
+
+def test_no_id_is_local(each_isa: str) -> None:
+    call = make(torch.Generator().manual_seed(2), tokens=9, dtype=torch.bfloat16)
+    call.expert_offset = 1000
+    assert torch.equal(call.run(), torch.zeros(9, 33, dtype=torch.bfloat16))
+
+
+def test_no_slots(each_isa: str) -> None:
+    call = make(torch.Generator().manual_seed(2), tokens=9, topk=0)
+    assert torch.equal(call.run(), torch.zeros(9, 33))
+
+
+def test_a_repeated_id_counts_as_often_as_it_appears(each_isa: str) -> None:
+    call = make(torch.Generator().manual_seed(8), tokens=21, topk=4)
+    call.idx[:] = call.idx[:, :1]
+    assert_right(call)
+
+
+def strided(call: Call, how: str) -> Call:
+    """The same values behind other strides."""
+
+    def apply(t: torch.Tensor) -> torch.Tensor:
+        if how == "transposed":  # stride 1 in the middle dimension
+            return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+        pad = torch.full([s + 3 for s in t.shape], torch.nan, dtype=t.dtype)
+        view = pad[tuple(slice(2, 2 + s) for s in t.shape)]
+        view.copy_(t)
+        return view
+
+    assert call.b13 is not None and call.b2 is not None
+    int_pad = torch.full((call.idx.shape[0], 2 * call.idx.shape[1]), 999)
+    int_pad[:, ::2] = call.idx
+    return call.but(
+        x=apply(call.x),
+        w13=apply(call.w13),
+        w2=apply(call.w2),
+        b13=apply(call.b13),
+        b2=apply(call.b2),
+        idx=int_pad[:, ::2],
+        weights=call.weights.t().contiguous().t(),
+    )
+
+
+@pytest.mark.parametrize("how", ["transposed", "sliced"])
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strides(each_isa: str, dtype: torch.dtype, layout: str, how: str) -> None:
+    for tokens in (2, 50):
+        call = make(torch.Generator().manual_seed(tokens), tokens=tokens, dtype=dtype, layout=layout, bias=True)
+        other = strided(call, how)
+        assert other.w13.stride() != call.w13.stride()
+        assert_right(other.but(out_dtype=torch.float32))
+
+
+def test_weights_are_not_copied(each_isa: str) -> None:
+    """A stride in both inner dimensions is refused with a sentence instead of being copied."""
+    call = make(torch.Generator().manual_seed(1), tokens=2)
+    wide = torch.zeros(*call.w13.shape[:2], 2 * call.w13.shape[2])
+    wide[..., ::2] = call.w13
+    args = (call.x, call.idx, call.weights, wide[..., ::2], None, call.w2, None)
+    reason = CPU.limits["moe_experts"](*args, act="silu", out_dtype=None)
+    assert reason is not None and "w13 has strides" in reason
+    with pytest.raises(RuntimeError, match="w13 has strides"):
+        call.but(w13=wide[..., ::2]).run()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 200])
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+def test_the_number_of_threads_does_not_change_a_bit(each_isa: str, threads: None, layout: str, tokens: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        g = torch.Generator().manual_seed(tokens)
+        call = make(g, tokens=tokens, hidden=200, inter=150, experts=7, dtype=dtype, layout=layout, bias=True)
+        results = []
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            results.append(call.run())
+        assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+def test_large_values_saturate_as_in_eager(each_isa: str) -> None:
+    call = make(torch.Generator().manual_seed(4), tokens=40, gated=True)
+    call.x *= 300
+    want = truth(call)
+    got = call.run()
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=4e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "change,sentence",
+    [
+        ({"idx": torch.zeros(4, 3, dtype=torch.int64)}, "idx is \\[4, 3\\] and weights is \\[4, 2\\]"),
+        ({"idx": torch.zeros(4, 2)}, "idx has dtype float32"),
+        ({"x": torch.zeros(4, 34)}, "x has 34 columns"),
+        ({"x": torch.zeros(4, 33, dtype=torch.float64)}, "x has dtype float64"),
+        ({"w2": torch.zeros(4, 33, 17)}, "w13 has 5 experts and w2 has 4"),
+        ({"w2": torch.zeros(5, 33, 16)}, "w13 gives 34 values per token, w2 takes 16"),
+        ({"w2": torch.zeros(5, 33, 17, dtype=torch.bfloat16)}, "they have to be the same"),
+        ({"b13": torch.zeros(5, 33)}, "b13 has shape \\[5, 33\\]"),
+        ({"b2": torch.zeros(33)}, "b2 has shape \\[33\\]"),
+        ({"act": "swish"}, "act is 'swish'"),
+        ({"weight_layout": "nek"}, "weight_layout is 'nek'"),
+        ({"out_dtype": torch.float64}, "out_dtype is float64"),
+        ({"x": torch.zeros(33)}, "x has shape \\[33\\]"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(change: dict[str, object], sentence: str) -> None:
+    call = make(torch.Generator().manual_seed(1), tokens=4)
+    with pytest.raises(RuntimeError, match=sentence):
+        call.but(**change).run()
