@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from ascend_deep.native.cpu.provider import CPU, isa
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from ascend_deep.native.cpu.provider import CPU
 from torch import Tensor
+
+from ascend_deep.native.cpu.provider import CPU
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ascend_deep.native.cpu import build as builder
 from ascend_deep.native.cpu.provider import CPU
 

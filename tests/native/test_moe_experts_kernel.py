@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from ascend_deep.native.cpu.provider import CPU
 
 from .experts_cases import Call, assert_right, make, truth
@@ -24,7 +25,6 @@ ATTRIBUTES = (
 )
 
 
-
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("layout", ["enk", "ekn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,9 +38,7 @@ def test_attributes(each_isa: str, dtype: torch.dtype, layout: str, tokens: int)
 @pytest.mark.parametrize("hidden,inter", [(64, 176), (176, 64), (7, 1), (1, 5), (130, 33), (32, 544)])
 def test_sizes(each_isa: str, hidden: int, inter: int) -> None:
     g = torch.Generator().manual_seed(hidden)
-    for dtype, layout, interleaved in itertools.product(
-        (torch.float32, torch.bfloat16), ("enk", "ekn"), (False, True)
-    ):
+    for dtype, layout, interleaved in itertools.product((torch.float32, torch.bfloat16), ("enk", "ekn"), (False, True)):
         for tokens in (3, 41):
             assert_right(
                 make(

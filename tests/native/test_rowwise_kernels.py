@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_deep.native.cpu.provider import CPU
 from torch import Tensor
+
+from ascend_deep.native.cpu.provider import CPU
 
 from .experts_cases import activate
 
