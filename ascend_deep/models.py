@@ -114,7 +114,7 @@ def load(
     *,
     fields: Mapping[str, Any] | None = None,
     layers: int | None = None,
-    shape: tuple[int, ...] = (2, 16),
+    shape: tuple[int, ...] = (2, 9),
     dtype: str = "float32",
     experts_implementation: str | None = None,
     training: bool = False,

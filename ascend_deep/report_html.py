@@ -25,6 +25,8 @@ _STATUS = {
     "quiet": "no op of its own",
 }
 
+_CLASSES = {"where": 'class="where"', "certificate": 'class="key"'}  # of the cells below a heading
+
 _STYLE = """
 :root{--bg:#fbfaf7;--ink:#1d2129;--soft:#626b78;--line:#e0ddd4;--card:#fff;--accent:#b3400f;
 --fused:#1c7c54;--fused-bg:#d3eee0;--missed:#9a6200;--missed-bg:#fbe6bd;--unclaimed:#47618c;--unclaimed-bg:#e1e8f4;
@@ -52,6 +54,7 @@ th{font-size:12px;font-weight:600;color:var(--soft);white-space:nowrap}
 td.n,th.n{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td code{display:inline-block;min-width:6em}
 td.where code{min-width:19em}
+td.key code{white-space:nowrap}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .key{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 10px;font-size:13px;color:var(--soft)}
 .key i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;
@@ -143,7 +146,7 @@ def _draw(node: TreeNode, x: int, row: int, column: int, boxes: list[str]) -> No
     tip = " · ".join(t for t in (node.path or name, node.kind, node.detail, f"{node.ops} ops" if node.ops else "") if t)
     letters = int((w - 16) / _LETTER)
     label = f'<text class="name" x="{x + 8}" y="{y + 16}">{escape(_cut(name, letters))}</text>'
-    room = letters - len(name) - 1
+    room = letters - len(name) - 2
     kind = node.kind if node.name else ""
     if kind and room >= min(7, len(kind)):
         at = x + w - 8
@@ -164,9 +167,7 @@ def _cut(text: str, length: int) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 def _table(head: Sequence[str], rows: Iterable[Iterable[str]], numbers: tuple[int, ...] = ()) -> str:
     def cells(tag: str, row: Iterable[str]) -> str:
-        kinds = [
-            'class="n"' if i in numbers else 'class="where"' if name == "where" else "" for i, name in enumerate(head)
-        ]
+        kinds = ['class="n"' if i in numbers else _CLASSES.get(name, "") for i, name in enumerate(head)]
         return "".join(f"<{tag} {kind}>{c}</{tag}>" for kind, c in zip(kinds, row, strict=True)).replace(" >", ">")
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

@@ -173,10 +173,10 @@ class TreeNode:
         return 1 + max((c.depth() for c in self.children), default=0)
 
     def shape(self) -> tuple[object, ...]:
-        """Equal for siblings that look the same; names of numbered children do not count."""
+        """Equal for siblings that look the same; numbers in names and details do not count."""
         name = "#" if self.name.isdigit() else self.name
         children = tuple((c.repeats, *c.shape()) for c in self.children)
-        return name, self.kind, self.status, self.detail, self.ops, children
+        return name, self.kind, self.status, re.sub(r"\d+", "#", self.detail), self.ops, children
 
 
 def tree(report: Report) -> TreeNode:
