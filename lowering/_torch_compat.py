@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known_true
 
 __all__ = [
     "TORCH",
@@ -19,6 +19,7 @@ __all__ = [
     "aot_export_module",
     "cache_dir",
     "compile_fx",
+    "guard_scalar",
     "stable_topological_sort",
     "statically_known_true",
     "unset_fake_temporarily",

@@ -23,6 +23,7 @@ import sympy
 import torch
 from torch import fx
 
+from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.purity import is_pure
@@ -202,9 +203,10 @@ def slice_region(
         if node.op == "get_attr" and _small_constant(node) is not None:
             inside.add(node)
             continue
-        if isinstance(view.val(node), (torch.SymFloat, torch.SymBool)):
+        value = view.val(node)
+        if isinstance(value, torch.SymBool) or (isinstance(value, torch.SymFloat) and not value.node.has_hint()):
             return Refusal("the block depends on a number that is only known at run time.", node)
-        if isinstance(view.val(node), (torch.SymInt, int, float)):
+        if isinstance(value, (torch.SymInt, int, torch.SymFloat, float)):
             continue  # a size, also one that Dynamo passes as an input of its own: evaluated, not computed
         if node.op != "call_function":
             return Refusal(f"the block also reads {node.name}, which is not one of its known inputs.", node)
@@ -340,6 +342,10 @@ def _encode(a: Any, index: Mapping[fx.Node, int]) -> Any:
         value = GraphView.val(a)
         if isinstance(value, torch.SymInt):
             return Size(str(value.node.expr))
+        if isinstance(value, torch.SymFloat):
+            # An attribute such as a clamp limit under dynamic=True. AOT Autograd specialises what it cannot keep as a
+            # tensor in the same way: with a guard, after which Dynamo traces once more with the constant.
+            return float(_torch_compat.guard_scalar(value))
         if isinstance(value, (int, float)):
             return value
         raise AssertionError(f"{a} is neither inside the region nor a size")

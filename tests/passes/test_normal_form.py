@@ -220,7 +220,7 @@ SPELLINGS: dict[str, tuple[str, list[Callable[..., Any]], tuple[Any, ...]]] = {
             lambda i: torch.div(i.argsort(), 2, rounding_mode="trunc"),
         ],
         (FLAT,),
-    ),  # fmt: skip
+    ),
     "range": (
         "Range",
         [lambda x: torch.arange(4), lambda x: torch.arange(0, 4), lambda x: torch.arange(0, 4, 1)],
