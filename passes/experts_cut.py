@@ -231,7 +231,8 @@ def regions(
     inputs = {role: _node(term) for role, term in order.items() if term is not None}
     if None in inputs.values():
         return Refusal("an input of the block has no node of its own.", second.term.node)
-    facts = {"kind": first.kind, "slots": slots, **(hints or {})}
+    compute = str(first.weight.dtype).removeprefix("torch.")
+    facts = {"kind": first.kind, "slots": slots, "compute": compute, **(hints or {})}
     cuts = [slice_region(view, name, inputs, [out], facts) for out in outputs]  # type: ignore[arg-type]
     good = [c for c in cuts if isinstance(c, Region)]
     return good or next(c for c in cuts if isinstance(c, Refusal))

@@ -141,7 +141,7 @@ def _matches(region: Region, shape: Shape, cases: Sequence[Case]) -> list[tuple[
 
 
 def _solution(region: Region, shape: Shape, member: Activated, weight_on_input: bool) -> Solution:
-    out, w13 = region.outputs[0].meta["val"].dtype, region.inputs["w13"].meta["val"].dtype
+    out = region.outputs[0].meta["val"].dtype
     return Solution(
         "moe_experts",
         {
@@ -149,9 +149,16 @@ def _solution(region: Region, shape: Shape, member: Activated, weight_on_input: 
             "weight_layout": shape.layout,
             "weight_on_input": weight_on_input,
             "expert_offset": 0,
-            "out_dtype": None if out == w13 else out,
+            "out_dtype": None if out == _compute_dtype(region) else out,
         },
     )
+
+
+def _compute_dtype(region: Region) -> torch.dtype:
+    """The dtype of the products' operands: what the weights are cast to between storage and product."""
+    dtype = getattr(torch, str(region.hints["compute"]))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _first_line(problem: Exception) -> str:
@@ -185,7 +192,7 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     """One ``moe_experts`` call; tokens, ids and weights flattened and cast where the op wants it, weights as stored."""
     aten = torch.ops.aten
     originals = {role: node.meta["val"] for role, node in region.inputs.items()}
-    dtype = originals["w13"].dtype
+    dtype = _compute_dtype(region)
     slots = region.hints["slots"]
 
     def cast(node: fx.Node, have: torch.dtype, want: torch.dtype) -> fx.Node:
@@ -211,13 +218,13 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     biases = {
         role: cast(inputs[role], originals[role].dtype, dtype) if role in inputs else None for role in ("b13", "b2")
     }
-    w2 = cast(inputs["w2"], originals["w2"].dtype, dtype)
+    w13, w2 = (cast(inputs[role], originals[role].dtype, dtype) for role in ("w13", "w2"))
     out = build.call(
         torch.ops.ascend_deep.moe_experts.default,
         x,
         idx,
         weights,
-        inputs["w13"],
+        w13,
         biases["b13"],
         w2,
         biases["b2"],

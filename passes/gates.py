@@ -107,8 +107,14 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _float_dtype(region: Region) -> torch.dtype:
-    """The lowest-precision float dtype among inputs and outputs: the one whose rounding the results show."""
-    return max(_float_dtypes([*region.inputs.values(), *region.outputs]), key=lambda d: torch.finfo(d).eps)
+    """The lowest-precision float dtype among inputs, outputs and operands: the one whose rounding the results show.
+
+    A recogniser whose block casts between its inputs and its products says so in the hint "compute".
+    """
+    dtypes = _float_dtypes([*region.inputs.values(), *region.outputs])
+    if "compute" in region.hints:
+        dtypes.append(getattr(torch, region.hints["compute"]))
+    return max(dtypes, key=lambda d: torch.finfo(d).eps)
 
 
 def _float_dtypes(nodes: Sequence[fx.Node]) -> list[torch.dtype]:
