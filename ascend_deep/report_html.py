@@ -25,7 +25,7 @@ _STATUS = {
     "quiet": "no op of its own",
 }
 
-_CLASSES = {"where": 'class="where"', "certificate": 'class="key"'}  # of the cells below a heading
+_CLASSES = {"where": 'class="where"', "certificate": 'class="hash"'}  # of the cells below a heading
 
 _STYLE = """
 :root{--bg:#fbfaf7;--ink:#1d2129;--soft:#626b78;--line:#e0ddd4;--card:#fff;--accent:#b3400f;
@@ -54,7 +54,7 @@ th{font-size:12px;font-weight:600;color:var(--soft);white-space:nowrap}
 td.n,th.n{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td code{display:inline-block;min-width:6em}
 td.where code{min-width:19em}
-td.key code{white-space:nowrap}
+td.hash code{white-space:nowrap}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .key{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 10px;font-size:13px;color:var(--soft)}
 .key i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;
