@@ -57,13 +57,19 @@ class Router:
         experts = bench.experts
         found: list[Probe] = []
 
+        # Groups masked with 0 tie with each other: keep enough choice scores above.
+        zero_filled = solution.attrs["n_group"] > 1 and solution.attrs["group_fill"] == "zero"
+        lift = 8.0 if zero_filled and solution.attrs["select"] == "logits" else 0.0
+
         def add(case: str, seed: int, rows: int, spread: float, shift: float = 0.0, masked: int = 0) -> None:
             g = torch.Generator().manual_seed(seed)
             dims, lead = bench.plan(rows)
-            logits = torch.randn(int(torch.Size(lead).numel()), experts, generator=g) * spread + shift
+            logits = torch.randn(int(torch.Size(lead).numel()), experts, generator=g) * spread + shift + lift
             if masked:
                 logits[:, torch.randperm(experts, generator=g)[:masked]] = -torch.inf
             bias = torch.randn(experts, generator=g) * 0.3 if bench.bias_dtype is not None else None
+            if bias is not None and zero_filled:
+                bias = bias.abs()
             found.append(Probe(case, seed, dims, bench.tensors(_apart(logits, bench.dtype, g), bias, lead)))
 
         # Where scores are equal in f32 the ids have no common answer: sigmoid of large logits is 1.
@@ -123,10 +129,11 @@ class Router:
             new = build.call(_aten.view_as.default, new, like)
         if squeezed:
             return build.call(_aten.squeeze.dim, new, -1)
-        if _is_sliced(value) and any(user.op == "output" for user in old.users):
-            # The model returns the first columns of a sorted [.., E] tensor: give back the same strides.
-            padded = build.call(_aten.constant_pad_nd.default, new, [0, int(value.stride(-2)) - width])
-            return build.call(_aten.slice.Tensor, padded, -1, 0, width)
+        if value.stride()[-2:] == (experts, 1) and width < experts:
+            # The first columns of a sorted [.., E] tensor: give back the same strides.
+            rest = build.call(_aten.slice.Tensor, logits, -1, width, experts)
+            rest = build.call(_aten.zeros_like.default, rest, dtype=value.dtype)
+            return build.call(_aten.slice.Tensor, build.call(_aten.cat.default, [new, rest], -1), -1, 0, width)
         return new
 
     @staticmethod
@@ -137,11 +144,6 @@ class Router:
             return tuple(outputs)
         order = outputs[returns.index("ids")].argsort(-1)
         return tuple(t.gather(-1, order) for t in outputs)
-
-
-def _is_sliced(value: torch.Tensor) -> bool:
-    stride = value.stride()
-    return value.dim() >= 2 and isinstance(stride[-2], int) and stride[-2] > int(value.shape[-1]) and stride[-1] == 1
 
 
 def _apart(logits: torch.Tensor, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:

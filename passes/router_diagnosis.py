@@ -202,24 +202,16 @@ def _rounding(bench: Bench, evidence: Evidence, groups: Sequence[Groups]) -> str
             return _ROUNDED.format(str(bench.dtype).removeprefix("torch."))
     for dtype in (torch.bfloat16, torch.float16):
         for kind in SCORINGS:
-            if _explains(evidence, partial(_rounded, kind=kind, dtype=dtype), groups, False, strict=False):
+            if _explains(evidence, partial(_rounded, kind=kind, dtype=dtype), groups, False):
                 return _ROUNDED.format(str(dtype).removeprefix("torch."))
     return ""
 
 
 def _explains(
-    evidence: Evidence,
-    tensor: Callable[[Observation], Tensor],
-    groups: Sequence[Groups],
-    ordered: bool,
-    strict: bool = True,
+    evidence: Evidence, tensor: Callable[[Observation], Tensor], groups: Sequence[Groups], ordered: bool
 ) -> bool:
-    """Does ``tensor`` explain the ids of all runs (``strict=False``: nearly all) within one of ``groups``?"""
-    for g in groups:
-        shares = [explains_choice(tensor(o), o.ids, g, ordered).float().mean() for o in evidence.choices]
-        if min(shares) >= (1.0 if strict else 0.9):
-            return True
-    return False
+    """Does ``tensor`` explain the ids of all runs within one of ``groups``?"""
+    return any(all(bool(explains_choice(tensor(o), o.ids, g, ordered).all()) for o in evidence.choices) for g in groups)
 
 
 # -- the weights ----------------------------------------------------------------------------------------------------

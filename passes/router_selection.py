@@ -99,7 +99,10 @@ def selection(view: GraphView, node: fx.Node) -> Selection | None:
 
 def _sorted_slice(view: GraphView, node: fx.Node) -> Selection | None:
     args = named_args(node)
-    call = _sorted_ids(args["self"])
+    whole = args["self"]
+    while op_name(whole) == "aten.slice" and named_args(whole)["dim"] != args["dim"]:
+        whole = whole.args[0]  # x[:, :k] also slices the dims that it leaves whole; running the region tells
+    call = _sorted_ids(whole)
     shape = view.shape(node)
     if call is None or int(args["dim"]) % len(shape) != len(shape) - 1:
         return None
