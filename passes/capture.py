@@ -19,6 +19,7 @@ from torch import fx
 
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes.autocast import AutocastUnclear, make_explicit
+from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.purity import IGNORABLE
 
@@ -67,6 +68,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     _reattach_held(captured, signature, held)
     _reattach_mutations(captured, signature)
     _spell_out_constants(captured, {n.removeprefix("L__self___") for n in held})
+    _make_copies_differentiable(captured.graph)
     _drop_checks(captured.graph)
     new = [n for n in captured.graph.nodes if n.op == "placeholder"]
     if len(new) != len(placeholders):
@@ -197,6 +199,23 @@ def _spell_out_constants(captured: fx.GraphModule, held: set[str]) -> None:
                 graph.erase_node(user)
         if node.users:
             node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _make_copies_differentiable(graph: fx.Graph) -> None:
+    """``aten.copy``, what functionalisation makes of ``copy_``, has no derivative: spell it as a broadcast and a cast."""
+    aten = torch.ops.aten
+    for node in [n for n in graph.nodes if op_name(n) == "aten.copy"]:
+        destination, source = node.args[:2]
+        assert isinstance(destination, fx.Node) and isinstance(source, fx.Node)
+        value = node.meta["val"]
+        fake_mode = value.fake_mode
+        with graph.inserting_before(node):
+            build = Builder(graph, origin=node, fake_mode=fake_mode)
+            wide = build.call(aten.expand_as.default, source, destination)
+            kwargs = {"dtype": value.dtype, "device": value.device, "memory_format": torch.contiguous_format}
+            new = build.call(aten._to_copy.default, wide, **kwargs)
+        node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 

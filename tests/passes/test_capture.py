@@ -264,3 +264,55 @@ def test_explicit_casts_leave_graphs_without_autocast_alone():
 
     gm = fx.symbolic_trace(Router())
     assert make_explicit(gm) is gm
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_writing_into_a_slice_keeps_gradients(broadcast, dynamic):
+    """Functionalised ``copy_`` is ``aten.copy``, which has no derivative."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 12))
+
+        def forward(self, x, k):
+            y = x @ self.w
+            states = y.new_empty(y.shape[0], 16)
+            states[..., :12] = y
+            states[..., 12:].copy_(k[:1] if broadcast else k)
+            return states * 1.5
+
+    model = Rotary()
+    run, catch = compiled(model, dynamic=dynamic)
+    x, k = torch.randn(5, 8), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    got, want = run(x, k), model(x, k)
+    assert torch.equal(got, want) and catch.graphs
+    c = torch.randn_like(got)
+    for g, h in zip(
+        torch.autograd.grad((got * c).sum(), [model.w, k]),
+        torch.autograd.grad((want * c).sum(), [model.w, k]),
+        strict=True,
+    ):
+        assert g.dtype == h.dtype and torch.allclose(g, h)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_in_training(inplace):
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return F.dropout(x @ self.w, 0.4, training=True, inplace=inplace)
+
+    model = Drop()
+    run, catch = compiled(model)
+    x = torch.randn(50, 8)
+    y = run(x)
+    y.sum().backward()
+    kept = (y != 0).float()
+    assert catch.graphs and 0.4 < float(kept.mean()) < 0.8
+    assert torch.allclose(y, (x @ model.w) * kept / 0.6, atol=1e-5)
+    assert torch.allclose(model.w.grad, x.t() @ (kept / 0.6), atol=1e-4)
