@@ -203,7 +203,7 @@ def _spell_out_constants(captured: fx.GraphModule, held: set[str]) -> None:
 
 
 def _make_copies_differentiable(graph: fx.Graph) -> None:
-    """``aten.copy``, what functionalisation makes of ``copy_``, has no derivative: spell it as a broadcast and a cast."""
+    """``aten.copy``, which functionalisation makes of ``copy_``, has no derivative: spell it as broadcast and cast."""
     aten = torch.ops.aten
     for node in [n for n in graph.nodes if op_name(n) == "aten.copy"]:
         destination, source = node.args[:2]
