@@ -39,6 +39,7 @@ __all__ = [
     "head_dim",
     "is_quantised",
     "scores",
+    "with_batch",
 ]
 
 FP8 = torch.float8_e4m3fn
@@ -54,6 +55,11 @@ def is_quantised(operand: Tensor) -> bool:
 def head_dim(operand: Tensor) -> Any:
     """D: the last size, doubled for packed FP4."""
     return operand.shape[-1] * 2 if operand.dtype in FP4_STORAGE else operand.shape[-1]
+
+
+def with_batch(tensor: Tensor | None) -> Tensor | None:
+    """An optional operand with a batch dimension of 1."""
+    return None if tensor is None else tensor.unsqueeze(0)
 
 
 def check_operands(

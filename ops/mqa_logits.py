@@ -69,12 +69,21 @@ def mqa_logits(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    single = q.dim() == 3
-    if single:
-        q, kv, weights, ks, ke, mask, q_sf, kv_sf = (
-            None if t is None else t.unsqueeze(0) for t in (q, kv, weights, ks, ke, mask, q_sf, kv_sf)
+    if q.dim() == 3:
+        out = mqa_logits(
+            q.unsqueeze(0),
+            kv.unsqueeze(0),
+            weights.unsqueeze(0),
+            *map(_mqa.with_batch, (ks, ke, mask)),
+            q_sf=_mqa.with_batch(q_sf),
+            kv_sf=_mqa.with_batch(kv_sf),
+            scale=scale,
+            max_seqlen_k=max_seqlen_k,
+            clean=clean,
+            out_dtype=out_dtype,
         )
-    out = torch.ops.ascend_deep.mqa_logits.default(
+        return out.squeeze(0)
+    return torch.ops.ascend_deep.mqa_logits.default(
         q,
         q_sf,
         kv,
@@ -88,7 +97,6 @@ def mqa_logits(
         clean=clean,
         out_dtype=out_dtype,
     )
-    return out.squeeze(0) if single else out
 
 
 def _check_args(

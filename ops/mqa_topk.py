@@ -68,12 +68,23 @@ def mqa_topk(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    single = q.dim() == 3
-    if single:
-        q, kv, weights, ks, ke, mask, q_sf, kv_sf = (
-            None if t is None else t.unsqueeze(0) for t in (q, kv, weights, ks, ke, mask, q_sf, kv_sf)
+    if q.dim() == 3:
+        scores, idx = mqa_topk(
+            q.unsqueeze(0),
+            kv.unsqueeze(0),
+            weights.unsqueeze(0),
+            *map(_mqa.with_batch, (ks, ke, mask)),
+            topk=topk,
+            q_sf=_mqa.with_batch(q_sf),
+            kv_sf=_mqa.with_batch(kv_sf),
+            scale=scale,
+            outside=outside,
+            sorted=sorted,
+            return_scores=return_scores,
+            index_dtype=index_dtype,
         )
-    scores, idx = torch.ops.ascend_deep.mqa_topk.default(
+        return scores.squeeze(0) if return_scores else scores, idx.squeeze(0)
+    return torch.ops.ascend_deep.mqa_topk.default(
         q,
         q_sf,
         kv,
@@ -89,9 +100,6 @@ def mqa_topk(
         return_scores=return_scores,
         index_dtype=index_dtype,
     )
-    if not single:
-        return scores, idx
-    return scores.squeeze(0) if return_scores else scores, idx.squeeze(0)
 
 
 def _check_args(
