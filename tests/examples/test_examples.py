@@ -22,13 +22,13 @@ def _run(*command: object) -> str:
 
 
 def test_this_file_knows_every_example() -> None:
-    assert EXAMPLES == ["compile_qwen3_moe.py", "graph_capture_test.py", "train_tiny_moe.py"]
+    assert EXAMPLES == ["compile_qwen3_moe.py", "graph_capture_test.py", "long_context_indexer.py", "train_tiny_moe.py"]
 
 
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if not n.endswith("_test.py")])
 def test_help(name: str) -> None:
     out = _run(f"examples/{name}", "--help")
-    assert name in out and "--layers" in out
+    assert name in out and len(out) > 400
 
 
 @pytest.mark.slow
@@ -49,6 +49,14 @@ def test_training(tmp_path: Path) -> None:
     out = _run("examples/train_tiny_moe.py", "--steps", 40, "--layers", 2, "--batch", 8, "--picture", picture)
     assert out.count("\nyes  ") == 4 and "\nNO " not in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_long_context(tmp_path: Path) -> None:
+    picture = tmp_path / "indexer.png"
+    command = ("--queries", 4, "--contexts", 4096, "--repeats", 3, "--picture", picture)
+    assert "times as fast as eager" in _run("examples/long_context_indexer.py", *command)
     assert picture.stat().st_size > 10_000
 
 
