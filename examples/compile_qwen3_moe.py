@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ascend_deep": lambda tokens: fused(tokens).logits,
     }
     names = list(contenders)
-    # What Inductor does once per process (looking for a C++ compiler, testing it) should not count for whoever is first.
+    # What Inductor does once per process (it looks for a C++ compiler and tests it) should not count for the first one.
     torch.compile(lambda x: (x + 1).relu())(torch.randn(64))
     spent = dict.fromkeys(names, 0.0)
     for shape, tokens in inputs.items():
