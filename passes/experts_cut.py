@@ -13,6 +13,7 @@ weights are found backwards, and the sum over a token's experts forwards. Only s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -325,10 +326,13 @@ def moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | No
     term = rows
     while True:
         routed = term.op == "Rows" and term.args[1].mentions(ids)
-        if term.op == "aten.mul":  # routing weights on the input: the wider operand is the tokens'
+        if term.op == "aten.mul" and (term.numel != elements or _leads_to_rows(term, ids)):
+            # Routing weights on the input: the wider operand is the tokens'.
             wide = [t for t in term.args if t.numel == term.numel and t.shape and t.shape[-1] != 1]
             if not wide:
                 return None
+            if term.numel == elements and not any(t.shape[-1:] == (1,) or t.op == "Expand" for t in term.args):
+                break  # a product that makes the tokens, a norm's weight for one, is not a routing weight
             term = wide[0]
         elif routed or (term.op in (*_MOVES, "Rows") and (term.numel != elements or _leads_to_rows(term, ids))):
             term = term.args[0]
@@ -341,10 +345,21 @@ def moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | No
 
 
 def _leads_to_rows(term: Term, ids: Term) -> bool:
-    """True if below movement there is still a gather by ``ids``."""
-    while term.op in _MOVES:
-        term = term.args[0]
-    return term.op == "Rows" and term.args[1].mentions(ids)
+    """True if below movement, and below a product with routing weights, there is still a gather by ``ids``."""
+    pending = [term]
+    while pending:
+        term = pending.pop()
+        if term.op == "Rows" and term.args[1].mentions(ids):
+            return True
+        if term.op in _MOVES:
+            pending.append(term.args[0])
+        elif term.op == "aten.mul":
+            pending.extend(t for t in term.args if t.numel == term.numel and t.shape[-1:] != (1,) and _is_moved(t))
+    return False
+
+
+def _is_moved(term: Term) -> bool:
+    return term.op in (*_MOVES, "Rows")
 
 
 def _weights(term: Term, rows: Any, slots: int, ids: Term) -> Term | None:
@@ -379,8 +394,9 @@ def _frontier(
     ids = found["idx"]
     inside = _between(view, first.term.nodes, out)
     before_second = _between(view, first.term.nodes, second.term.nodes[0])
-    if first.rows.op == "aten.mul" or any(t.op == "aten.mul" for t in moved(first.rows)):
-        product = next(t for t in moved(first.rows) if t.op == "aten.mul")
+    on_the_way = itertools.takewhile(lambda t: t is not found["x"], moved(first.rows))
+    product = next((t for t in on_the_way if t.op == "aten.mul"), None)
+    if product is not None:
         for side in product.args:
             leaf = _weights(side, rows, slots, ids) if side.is_float and _is_narrow(side, product) else None
             if leaf is not None and "weights" not in found:

@@ -25,7 +25,7 @@ from torch import fx
 
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes._types import Refusal
-from ascend_deep.passes.graph_view import GraphView, op_name
+from ascend_deep.passes.graph_view import GraphView, clean_module_path, op_name
 from ascend_deep.passes.purity import is_pure
 from ascend_deep.passes.stand_ins import STAND_INS
 
@@ -171,13 +171,19 @@ class Region:
             _numbers(list(step.kwargs.values()), found)
         return tuple(found)
 
+    def portable_hints(self) -> dict[str, Any]:
+        """``hints`` with names of the region's nodes replaced by ``Ref`` to their position."""
+        position = {node.name: Ref(i) for i, node in enumerate(self.nodes)}
+        return {k: position.get(v, v) if isinstance(v, str) else v for k, v in self.hints.items()}
+
     def fingerprint(self) -> str:
         """Equal for regions that compute the same function of their inputs at the same shapes and dtypes."""
         ins = [
             (role, str(n.meta["val"].dtype), [str(s) for s in n.meta["val"].shape], str(n.meta["val"].device.type))
             for role, n in self.inputs.items()
         ]
-        text = json.dumps([self.recogniser, ins, self.program.to_dict(), sorted(map(str, self.hints.items()))])
+        hints = sorted(map(str, self.portable_hints().items()))
+        text = json.dumps([self.recogniser, ins, self.program.to_dict(), hints])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -209,7 +215,7 @@ def slice_region(
         if isinstance(value, (torch.SymInt, int, torch.SymFloat, float)):
             continue  # a size, also one that Dynamo passes as an input of its own: evaluated, not computed
         if node.op != "call_function":
-            return Refusal(f"the block also reads {node.name}, which is not one of its known inputs.", node)
+            return Refusal(f"the block also reads {_readable(node)}, which is not one of its known inputs.", node)
         if not is_pure(node):
             return Refusal(f"{op_name(node)} inside the block is not on the list of pure ops.", node)
         inside.add(node)
@@ -354,6 +360,13 @@ def _encode(a: Any, index: Mapping[fx.Node, int]) -> Any:
     if isinstance(a, torch.SymInt):
         return Size(str(a.node.expr))
     return a
+
+
+def _readable(node: fx.Node) -> str:
+    """What a node is called in the model, as far as that is known: path of a parameter, else name in the graph."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    return clean_module_path(str(name() if callable(name) else name))
 
 
 def _reads_shape_only(node: fx.Node) -> bool:

@@ -38,7 +38,11 @@ def describe(recogniser: Recogniser, region: Region, solution: Solution) -> dict
         "symbols": dict(probe.dims.symbols),
         "literals": {str(k): v for k, v in probe.dims.literals.items()},
         "roles": {r: [str(t.dtype).removeprefix("torch."), list(t.shape)] for r, t in probe.tensors.items()},
-        "hints": {k: v for k, v in region.hints.items() if isinstance(v, (bool, int, float, str))},
+        "hints": {
+            k: {"node": v.index} if isinstance(v, Ref) else v
+            for k, v in region.portable_hints().items()
+            if isinstance(v, (bool, int, float, str, Ref))
+        },
     }
 
 
@@ -105,4 +109,5 @@ def _region(recogniser: str, data: Mapping[str, Any]) -> Region:
         env.append(node)
     outputs = tuple(env[r] if r >= 0 else list(inputs.values())[-1 - r] for r in program.results)
     graph.output(outputs)
-    return Region(recogniser, GraphView(graph), inputs, outputs, tuple(env), dict(data["hints"]))
+    hints = {k: env[v["node"]].name if isinstance(v, dict) else v for k, v in data["hints"].items()}
+    return Region(recogniser, GraphView(graph), inputs, outputs, tuple(env), hints)
