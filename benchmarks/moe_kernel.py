@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -121,12 +122,12 @@ def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) 
     square = {d: randn(2048, 2048).to(d) for d in {torch.float32, dtype}}
     calls: dict[str, Callable[[], object]] = {"floor: read": big.sum}
     for d, m in square.items():
-        calls[f"floor: {d}"] = lambda m=m: m @ m.t()
+        calls[f"floor: {d}"] = partial(torch.matmul, m, m.t())
     gathered = tokens * shape.topk * shape.weights_per_expert() * x.element_size()
     for contender, function in contenders(shape, dtype, gate_up, down, compiled).items():
         if contender.startswith("batched_mm") and gathered > MAX_GATHER_BYTES:
             continue
-        calls[contender] = lambda function=function: function(x, ids, weights)
+        calls[contender] = partial(function, x, ids, weights)
 
     times: dict[str, list[float]] = {contender: [] for contender in calls}
     with torch.no_grad():

@@ -147,7 +147,7 @@ class ValueTable:
         self._of: dict[fx.Node, Term] = {}
         self._known: dict[tuple[Any, ...], Term] = {}
         self._count = 0
-        self._segment = 0
+        self._segment: Any = None  # modes of the node that is being read
 
     def term(self, node: fx.Node) -> Term:
         """The value of ``node``."""

@@ -277,7 +277,7 @@ class Program:
 
     def run(self, dims: Dims, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run at sizes ``dims`` on CPU tensors by role. Outputs in region order. Errors of the ops propagate."""
-        inputs = [tensors.get(r) for r in self.roles]
+        inputs: list[Any] = [tensors.get(r) for r in self.roles]
         env: list[Any] = []
 
         def decode(a: Any, resize: bool) -> Any:
