@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,15 @@ def shape_of(region: Region, layout: str) -> Shape:
 
 
 def plans(region: Region, shape: Shape, count: int = 2) -> list[Dims]:
-    """Up to ``count`` mappings to small sizes, best first."""
+    """Up to ``count`` mappings to small sizes, best first.
+
+    Where a product of sizes (tokens × experts) equals a size (the hidden one), a literal may mean either. Mappings that
+    suit both are tried first, then those that take every such literal as the size.
+    """
+    return _plans(region, shape, count, exact=True) or _plans(region, shape, count, exact=False)
+
+
+def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     literals = _literals(region)
     x = _val(region.inputs["x"])
     lead = list(x[:-1])
@@ -77,11 +86,12 @@ def plans(region: Region, shape: Shape, count: int = 2) -> list[Dims]:
     pins = [shape.experts, shape.slots, shape.experts * shape.slots]
     hiddens = [*_HIDDEN, *(s for s in pins if s not in _HIDDEN), *(2 * i for i in pins)]
     inners = [*_INNER, *(s for s in pins if s not in _INNER)]
-    for tokens in _lead_sizes(lead, [*_TOKENS, *pins]):
-        for hidden, inner in itertools.product(hiddens, inners):
+    for tokens in _lead_sizes(lead, [*_TOKENS, *pins, 2 * shape.experts]):
+        rows = math.prod(tokens)
+        for hidden, inner in itertools.product([*hiddens, rows * shape.slots, rows * shape.experts], inners):
             if shape.experts * hidden * inner > _LARGEST:
                 continue
-            pairs = list(_pairs(region, shape, literals, lead, tokens, hidden, inner))
+            pairs = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
             dims = Dims.plan(pairs)
             if dims is None:
                 continue
@@ -109,15 +119,19 @@ def _lead_sizes(lead: Sequence[Any], wanted: Sequence[int]) -> Iterator[tuple[in
 
 
 def _pairs(
-    region: Region,
     shape: Shape,
     literals: set[int],
     lead: Sequence[Any],
     tokens: Sequence[int],
     hidden: int,
     inner: int,
+    exact: bool,
 ) -> Iterator[tuple[Any, int]]:
-    """(original size, wanted size) for every size that the region can hold."""
+    """(original size, wanted size) for every size that the region can hold.
+
+    Args:
+        exact: also where a product of sizes equals one of them.
+    """
     e, k = shape.experts, shape.slots
     t = 1
     for s in tokens:
@@ -142,7 +156,12 @@ def _pairs(
         (e * shape.inner, e * inner),
         (shape.tokens * shape.hidden, t * hidden),
     ]
-    yield from ((original, wanted) for original, wanted in products if original in literals)
+    single = (*lead, shape.tokens, shape.hidden, shape.inner, shape.wide, e, k)
+    yield from (
+        (original, wanted)
+        for original, wanted in products
+        if original in literals and (exact or original not in single)
+    )
 
 
 def _literals(region: Region) -> set[int]:

@@ -66,6 +66,27 @@ def test_token_counts(monkeypatch):
     assert sizes[-1] <= at_two_or_more + 2 and sizes[-1] == sizes[8], sizes
 
 
+@pytest.mark.parametrize(
+    ("experts", "hidden", "width", "topk", "tokens"),
+    [
+        (8, 64, 40, 2, 32),  # tokens × top-k == hidden
+        (8, 64, 40, 2, 8),  # tokens == experts, tokens × experts == hidden
+        (8, 24, 12, 3, 24),  # hidden == 2 × width == tokens
+        (16, 64, 32, 4, 16),  # hidden == 2 × width, tokens == experts
+        (8, 8, 8, 2, 8),  # all the same
+        (8, 16, 8, 1, 16),  # one expert a token, width == experts
+        (4, 16, 8, 4, 1),  # every expert, one token
+    ],
+)
+def test_sizes_that_coincide(experts, hidden, width, topk, tokens):
+    model = Block(experts, hidden, width, topk)
+    run = torch.compile(model, backend="ascend_deep", fullgraph=True, dynamic=False, options=EAGER)
+    x = torch.randn(tokens, hidden)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert ascend_deep.last_report().counts() == {"moe_experts": 1, "moe_route": 1}, str(ascend_deep.last_report())
+
+
 def test_no_guard_on_the_token_count(monkeypatch):
     run, calls = counted(Block(), monkeypatch, dynamic=True)
     with torch.no_grad():
