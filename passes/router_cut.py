@@ -178,7 +178,7 @@ def cuts(view: GraphView, found: Selection, recogniser: str) -> list[Region] | R
                 if not regions:
                     region = replace(region, hints={**region.hints, "largest": True})
                     if refusal is not None:
-                        region = replace(region, hints={**region.hints, "left": refusal.reason})
+                        region = replace(region, hints={**region.hints, "uncut": refusal.reason})
                 else:
                     region = _with_note(region, regions[0])
                 regions.append(region)

@@ -34,6 +34,8 @@ def diagnose(
     where = region.outputs[0]
     if not region.hints.get("largest"):
         return Refusal("no member of the op's family computes this smaller part of the block.", where)
+    if region.hints.get("uncut"):
+        return Refusal(str(region.hints["uncut"]), where)  # a larger region may fit, but cannot be cut out
     structural = _from_structure(region, bench)
     if structural is not None:
         return structural

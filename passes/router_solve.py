@@ -135,11 +135,7 @@ def solve(region: Region) -> Solution | Refusal:
     try:
         evidence = observe_all(bench)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        return Refusal(
-            f"the block does not run at other token counts: {type(error).__name__}: {text[0][:160] if text else ''}",
-            region.outputs[0],
-        )
+        return Refusal(f"the block does not run on its own: {_first_line(error)}.", region.outputs[0])
     invalid = _invalid_ids(evidence, bench)
     if invalid:
         return Refusal(invalid, region.outputs[0])
@@ -155,6 +151,8 @@ def solve(region: Region) -> Solution | Refusal:
     if refusal is not None:
         return refusal
     notes = []
+    if region.hints.get("uncut"):
+        notes.append(f"a larger part stays outside the op: {region.hints['uncut']}")
     if region.hints.get("left"):
         notes.append(f"left outside the op: {region.hints['left']}")
     if region.hints["order"] == "open":
@@ -247,7 +245,7 @@ def _check_gradient(bench: Bench, how: Weighting, evidence: Evidence) -> Refusal
     try:
         found = bench.differentiate(seen.logits, seen.bias, grad)
     except Exception as error:
-        return Refusal(f"the block cannot be differentiated: {type(error).__name__}: {str(error)[:160]}", where)
+        return Refusal(f"the block cannot be differentiated: {_first_line(error)}.", where)
     if found is None:
         return Refusal(
             "the weights are detached from the logits; the op would pass a gradient back.",
@@ -272,3 +270,8 @@ def _check_gradient(bench: Bench, how: Weighting, evidence: Evidence) -> Refusal
     if d_bias is not None and float(d_bias.abs().max()) > 1e-6 * max(size, 1e-6):
         return Refusal("a gradient flows into the bias; in the op the bias takes part in the choice only.", where)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160].rstrip('.')}" if lines else type(error).__name__
