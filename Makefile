@@ -5,8 +5,7 @@
 #   make bench    the benchmark table
 #   make lint     ruff          make types    mypy          make clean    remove everything that was made here
 #
-# TORCH_ARGS goes to the pip call that installs torch, e.g. to name an index of CPU-only builds:
-#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+# TORCH_ARGS goes to the pip call that installs torch, e.g. to name an index of CPU-only builds.
 
 SHELL      := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
