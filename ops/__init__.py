@@ -19,14 +19,14 @@ from ascend_deep.ops.moe_route import MOE_ROUTE, moe_route
 from ascend_deep.ops.mqa_logits import MQA_LOGITS, mqa_logits
 from ascend_deep.ops.mqa_logits_backward import MQA_LOGITS_BACKWARD, mqa_logits_backward
 from ascend_deep.ops.mqa_topk import MQA_TOPK, mqa_topk
+from ascend_deep.ops.paged_kv_write import PAGED_KV_WRITE, paged_kv_write_
 from ascend_deep.ops.paged_mqa import (
-    PAGED_KV_WRITE,
     PAGED_MQA_LOGITS,
     PAGED_MQA_LOGITS_METADATA,
-    paged_kv_write_,
     paged_mqa_logits,
     paged_mqa_logits_metadata,
 )
+from ascend_deep.ops.paged_mqa_topk import PAGED_MQA_TOPK, paged_mqa_topk
 from ascend_deep.ops.shadow import register_shadow
 from ascend_deep.ops.sparse_mqa_attention import SPARSE_MQA_ATTENTION, sparse_mqa_attention
 from ascend_deep.ops.swiglu import SWIGLU, swiglu
@@ -50,6 +50,7 @@ __all__ = [
     "paged_kv_write_",
     "paged_mqa_logits",
     "paged_mqa_logits_metadata",
+    "paged_mqa_topk",
     "provider",
     "reference",
     "sparse_mqa_attention",
@@ -72,6 +73,7 @@ OPS: Mapping[str, OpDef] = {
         MQA_TOPK,
         PAGED_MQA_LOGITS,
         PAGED_MQA_LOGITS_METADATA,
+        PAGED_MQA_TOPK,
         PAGED_KV_WRITE,
         SPARSE_MQA_ATTENTION,
     )

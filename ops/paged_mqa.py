@@ -1,4 +1,4 @@
-"""The indexer on a paged key cache: ``paged_mqa_logits``, its metadata, and ``paged_kv_write_``.
+"""The indexer on a paged key cache: ``paged_mqa_logits`` and its metadata.
 
     logits[q,n,t] = sum over h of weights[q,n,h] * relu(scale * (q[q,n,h,:] . key(r, t)))     t < context_lens[q,n]
     key(r, t)     = row t % block_kv of page block_table[r, t // block_kv],   r = indices[q], or q
@@ -13,31 +13,30 @@ with a context length of its own. Rules:
 * The metadata is what the provider that made it needs to share out its work; pass it to the logits of the same device,
   or pass ``None``. It never changes the result. Ours: row c is (query, page) where core c starts, and the last row is
   (Q, 0); pages are counted over the longest context of each query and split evenly.
-* ``paged_kv_write_`` writes key i to slot ``slot_mapping[i]`` = page * block_kv + row, quantised for the format; slots
-  outside [0, P * block_kv), -1 above all, are skipped. Slots must be distinct.
 
 Contract: DeepGEMM ``fp8_fp4_paged_mqa_logits`` and ``get_paged_mqa_logits_metadata``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_deep.ops import _check, _mqa, _paged_cache
-from ascend_deep.ops._mqa_samples import paged_metadata_samples, paged_samples, paged_write_samples
+from ascend_deep.ops._mqa_samples import paged_metadata_samples, paged_samples
 from ascend_deep.ops._op import OpDef, Tolerance
 from ascend_deep.ops.mqa_logits import REASON
 
 __all__ = [
-    "PAGED_KV_WRITE",
     "PAGED_MQA_LOGITS",
     "PAGED_MQA_LOGITS_METADATA",
-    "paged_kv_write_",
+    "check_paged",
     "paged_mqa_logits",
     "paged_mqa_logits_metadata",
+    "paged_scores",
 ]
 
 
@@ -115,19 +114,39 @@ def paged_mqa_logits_metadata(
     )
 
 
-def paged_kv_write_(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str = "plain") -> None:
-    """Write keys into a paged cache, in place; see the module.
-
-    Args:
-        kv_cache: [P, block_kv, 1, W] in format ``fmt``; changed in place.
-        kv: [N, D], floating.
-        slot_mapping: [N] i32 or i64, page * block_kv + row, negative: skip.
-        fmt: ``"plain"``, ``"fp8"``, ``"fp8_ue8m0"`` or ``"fp4_ue8m0"``.
-
-    Raises:
-        ValueError, TypeError: one sentence that names the argument.
-    """
-    torch.ops.ascend_deep.paged_kv_write_.default(kv_cache, kv, slot_mapping, fmt=fmt)
+def check_paged(
+    op: str,
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    indices: Tensor | None,
+    max_context_len: int,
+    fmt: str,
+) -> None:
+    """The argument checks that logits and top-k share."""
+    _mqa.check_operands(op, q, q_sf, q if kv_cache.dtype == torch.uint8 else kv_cache, None, weights, batched_kv=False)
+    _paged_cache.check_cache(op, kv_cache, fmt, _mqa.head_dim(q))
+    _check.dtypes(op, "context_lens", context_lens, _check.INDEX)
+    _check.rank(op, "context_lens", context_lens, "[Q, next_n]", 2)
+    _check.size(op, "Q of context_lens", context_lens.shape[0], q.shape[0], "Q of q")
+    _check.size(op, "next_n of context_lens", context_lens.shape[1], q.shape[1], "next_n of q")
+    _check.dtypes(op, "block_table", block_table, _check.INDEX)
+    _check.rank(op, "block_table", block_table, "[R, columns]", 2)
+    if indices is None:
+        _check.size(op, "R of block_table", block_table.shape[0], q.shape[0], "Q of q (no indices are given)")
+    else:
+        _check.dtypes(op, "indices", indices, _check.INDEX)
+        _check.rank(op, "indices", indices, "[Q]", 1)
+        _check.size(op, "the size of indices", indices.shape[0], q.shape[0], "Q of q")
+    torch._check_value(
+        max_context_len >= 0, lambda: f"{op}: max_context_len is {max_context_len}; it must be 0 or positive."
+    )
+    _check.same_device(
+        op, "q", q, kv_cache=kv_cache, context_lens=context_lens, block_table=block_table, indices=indices
+    )
 
 
 def _check_logits(
@@ -147,28 +166,43 @@ def _check_logits(
     fmt: str,
 ) -> None:
     op = "paged_mqa_logits"
-    _mqa.check_operands(op, q, q_sf, q if kv_cache.dtype == torch.uint8 else kv_cache, None, weights, batched_kv=False)
-    _paged_cache.check_cache(op, kv_cache, fmt, _mqa.head_dim(q))
-    _check.dtypes(op, "context_lens", context_lens, _check.INDEX)
-    _check.rank(op, "context_lens", context_lens, "[Q, next_n]", 2)
-    _check.size(op, "Q of context_lens", context_lens.shape[0], q.shape[0], "Q of q")
-    _check.size(op, "next_n of context_lens", context_lens.shape[1], q.shape[1], "next_n of q")
-    _check.dtypes(op, "block_table", block_table, _check.INDEX)
-    _check.rank(op, "block_table", block_table, "[R, columns]", 2)
-    if indices is None:
-        _check.size(op, "R of block_table", block_table.shape[0], q.shape[0], "Q of q (no indices are given)")
-    else:
-        _check.dtypes(op, "indices", indices, _check.INDEX)
-        _check.rank(op, "indices", indices, "[Q]", 1)
-        _check.size(op, "the size of indices", indices.shape[0], q.shape[0], "Q of q")
-    torch._check_value(
-        max_context_len >= 0, lambda: f"{op}: max_context_len is {max_context_len}; it must be 0 or positive."
-    )
+    check_paged(op, q, q_sf, kv_cache, weights, context_lens, block_table, indices, max_context_len, fmt)
     if out_dtype is not None and out_dtype not in _check.FLOATING:
         raise TypeError(f"{op}: out_dtype is {out_dtype}; accepted: f32, bf16, f16, f64.")
-    _check.same_device(
-        op, "q", q, kv_cache=kv_cache, context_lens=context_lens, block_table=block_table, indices=indices
-    )
+
+
+def paged_scores(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    indices: Tensor | None,
+    max_context_len: int,
+    scale: float,
+    fmt: str,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(query, scores [next_n, keys], bool [next_n, keys] of the keys that exist) of every query; keys may be 0.
+
+    ``keys`` is what the columns of ``block_table`` can hold of ``max_context_len``.
+    """
+    pages, block = kv_cache.shape[:2]
+    rows, columns = block_table.shape
+    columns = min((max_context_len + block - 1) // max(block, 1), columns) if pages and rows else 0
+    keys = min(columns * block, max_context_len)
+    depth = _mqa.head_dim(q)
+    x = _mqa.dequantise(q, q_sf)
+    at = torch.arange(keys, device=q.device)
+    for i in range(q.shape[0] if keys else 0):
+        row = i if indices is None else indices[i].long().clamp(0, rows - 1)
+        ids = block_table[row, :columns].long()
+        present = ((ids >= 0) & (ids < pages)).repeat_interleave(block)[:keys]
+        if indices is not None:
+            present = present & (indices[i] >= 0) & (indices[i] < rows)
+        context = _paged_cache.decode(kv_cache[ids.clamp(0, pages - 1)], fmt, depth).flatten(0, 1)[:keys]
+        values = _mqa.scores(x[i : i + 1], context.unsqueeze(0), weights[i : i + 1], scale)[0]
+        yield i, values, present & (at < context_lens[i].unsqueeze(1))
 
 
 def _reference_logits(
@@ -187,26 +221,13 @@ def _reference_logits(
     out_dtype: torch.dtype | None,
     fmt: str,
 ) -> Tensor:
-    queries, next_n, _, _ = q.shape
-    pages, block = kv_cache.shape[:2]
-    depth = _mqa.head_dim(q)
-    x = _mqa.dequantise(q, q_sf)
-    out = x.new_full((queries, next_n, max_context_len), -torch.inf)
-    columns = min((max_context_len + block - 1) // max(block, 1), block_table.shape[1])
-    if columns == 0 or pages == 0 or block_table.shape[0] == 0:
-        return out.to(out_dtype) if out_dtype is not None else out
-    keys = min(columns * block, max_context_len)
-    at = torch.arange(keys, device=q.device)
-    for i in range(queries):
-        row = i if indices is None else indices[i].long().clamp(0, block_table.shape[0] - 1)
-        ids = block_table[row, :columns].long()
-        present = ((ids >= 0) & (ids < pages)).repeat_interleave(block)[:keys]
-        if indices is not None:
-            present = present & (indices[i] >= 0) & (indices[i] < block_table.shape[0])
-        context = _paged_cache.decode(kv_cache[ids.clamp(0, pages - 1)], fmt, depth).flatten(0, 1)[:keys]
-        values = _mqa.scores(x[i : i + 1], context.unsqueeze(0), weights[i : i + 1], scale)[0]
-        seen = present & (at < context_lens[i].unsqueeze(1))
-        out[i, :, :keys] = torch.where(seen, values, -torch.inf)
+    out = torch.full(
+        (q.shape[0], q.shape[1], max_context_len), -torch.inf, dtype=_check.compute_dtype(q.dtype), device=q.device
+    )
+    for i, values, seen in paged_scores(
+        q, q_sf, kv_cache, weights, context_lens, block_table, indices, max_context_len, scale, fmt
+    ):
+        out[i, :, : values.shape[1]] = torch.where(seen, values, -torch.inf)
     return out.to(out_dtype) if out_dtype is not None else out
 
 
@@ -243,36 +264,6 @@ def _reference_metadata(
     return torch.stack((torch.where(inside, query, queries), page), 1).to(torch.int32)
 
 
-def _check_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str) -> None:
-    op = "paged_kv_write_"
-    _check.dtypes(op, "kv", kv, _check.FLOATING)
-    _check.rank(op, "kv", kv, "[N, D]", 2)
-    _paged_cache.check_cache(op, kv_cache, fmt, kv.shape[1])
-    _check.dtypes(op, "slot_mapping", slot_mapping, _check.INDEX)
-    _check.rank(op, "slot_mapping", slot_mapping, "[N]", 1)
-    _check.size(op, "the size of slot_mapping", slot_mapping.shape[0], kv.shape[0], "the number of keys of kv")
-    _check.same_device(op, "kv_cache", kv_cache, kv=kv, slot_mapping=slot_mapping)
-
-
-def _reference_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str) -> None:
-    pages, block = kv_cache.shape[:2]
-    kept = ((slot_mapping >= 0) & (slot_mapping < pages * block)).nonzero().squeeze(1)
-    slots, kv = slot_mapping[kept].long(), kv[kept]
-    page, row = slots // max(block, 1), slots % max(block, 1)
-    if fmt == "plain":
-        kv_cache[page, row, 0] = kv.to(kv_cache.dtype)
-        return
-    width = _paged_cache.storage_width(fmt, kv.shape[1])
-    data, scales = _paged_cache.quantise(kv, fmt, kv_cache.shape[3] - width)
-    flat = _paged_cache.pages_of(kv_cache)
-    flat[:, : block * width].unflatten(1, (block, width))[page, row] = data
-    flat[:, block * width :].unflatten(1, (block, -1))[page, row] = scales
-
-
-def _fake_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str) -> None:
-    return None
-
-
 _EXACT = "integers"
 
 PAGED_MQA_LOGITS = OpDef(
@@ -302,18 +293,4 @@ PAGED_MQA_LOGITS_METADATA = OpDef(
     no_backward="it is a plan of integers.",
     tolerance={dtype: Tolerance(0.0, 0.0, _EXACT) for dtype in _check.INDEX},
     samples=paged_metadata_samples,
-)
-
-PAGED_KV_WRITE = OpDef(
-    name="paged_kv_write_",
-    schema="(Tensor(a!) kv_cache, Tensor kv, Tensor slot_mapping, *, str fmt) -> ()",
-    check=_check_write,
-    reference=_reference_write,
-    fake=_fake_write,
-    no_backward="a paged cache is for inference; write detached keys.",
-    tolerance={
-        dtype: Tolerance(0.0, 0.0, "data is copied, or quantised by one rule to the last bit")
-        for dtype in (*_check.FLOATING, torch.uint8)
-    },
-    samples=paged_write_samples,
 )

@@ -36,6 +36,8 @@ _GENERIC = (
     "dispatch.cpp",
     "mqa_bind.cpp",
     "mqa_bind_attention.cpp",
+    "mqa_bind_topk.cpp",
+    "mqa_call.cpp",
     "mqa_select.cpp",
     "plan.cpp",
 )

@@ -60,6 +60,8 @@ inline constexpr int32_t kMqaNan = INT32_MIN + 1;
 
 // Keeps the k largest of n candidates, in their order, and returns k; n <= k changes nothing. `spare` has room for n.
 int64_t mqa_prune(uint64_t* candidates, int64_t n, int64_t k, uint64_t* spare);
+// Sorts candidates that are ascending by index, best first. `spare` has room for n.
+void mqa_sort(uint64_t* candidates, int64_t n, uint64_t* spare);
 
 // q [B, Hq, S, D], k [B, Hk, T, D], v [B, Hk, T, Dv]; strides in elements, the last dimension is contiguous.
 struct SparseAttention {

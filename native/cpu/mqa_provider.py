@@ -116,6 +116,43 @@ def _paged_mqa_logits(
     return out
 
 
+def _paged_mqa_topk(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    indices: Tensor | None,
+    *,
+    topk: int,
+    max_context_len: int,
+    scale: float,
+    sorted: bool,
+    return_scores: bool,
+    index_dtype: torch.dtype | None,
+    fmt: str,
+) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.ascend_deep_cpu.paged_mqa_topk(
+        *_bytes(q),
+        q_sf,
+        kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        indices,
+        topk,
+        max_context_len,
+        scale,
+        sorted,
+        return_scores,
+        index_dtype == torch.int32,
+        fmt,
+    )
+    return out
+
+
 def _sparse_mqa_attention(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -165,7 +202,7 @@ def _topk_limits(
 
 
 def _paged_limits(
-    q: Tensor, q_sf: Tensor | None, kv_cache: Tensor, *_: Any, out_dtype: torch.dtype | None, fmt: str, **__: Any
+    q: Tensor, q_sf: Tensor | None, kv_cache: Tensor, *_: Any, fmt: str, out_dtype: torch.dtype | None = None, **__: Any
 ) -> str | None:
     if out_dtype not in _OUT:
         return f"out_dtype is {out_dtype}; the kernel writes float32 and bfloat16."
@@ -188,6 +225,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "mqa_logits": _mqa_logits,
     "mqa_topk": _mqa_topk,
     "paged_mqa_logits": _paged_mqa_logits,
+    "paged_mqa_topk": _paged_mqa_topk,
     "sparse_mqa_attention": _sparse_mqa_attention,
 }
 
@@ -195,5 +233,6 @@ LIMITS: Mapping[str, Callable[..., str | None]] = {
     "mqa_logits": _logits_limits,
     "mqa_topk": _topk_limits,
     "paged_mqa_logits": _paged_limits,
+    "paged_mqa_topk": _paged_limits,
     "sparse_mqa_attention": _attention_limits,
 }

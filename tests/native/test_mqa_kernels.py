@@ -14,7 +14,7 @@ from torch import Tensor
 from ascend_deep import ops
 from ascend_deep.native.cpu import provider
 
-NAMES = ("mqa_logits", "mqa_topk", "paged_mqa_logits", "sparse_mqa_attention")
+NAMES = ("mqa_logits", "mqa_topk", "paged_mqa_logits", "paged_mqa_topk", "sparse_mqa_attention")
 
 pytestmark = pytest.mark.skipif(
     provider.CPU.unavailable() is not None, reason=str(provider.CPU.unavailable() or "kernels built")
@@ -70,6 +70,7 @@ def test_what_the_kernels_refuse() -> None:
         ("mqa_logits", "float64"),
         ("mqa_topk", "float64"),
         ("paged_mqa_logits", "f64_out"),
+        ("paged_mqa_topk", "f64_out"),
         ("sparse_mqa_attention", "float16"),
         ("sparse_mqa_attention", "float64"),
     }
