@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ascend_deep.native.triton import indexer
-from ascend_deep.native.triton.plan import Segment, Tile
+from ascend_deep.native.triton.indexer import Values
+from ascend_deep.native.triton.plan import Block, Long, Tile, long_for
 
 SHAPES = ((4096, 4096), (2048, 65536), (64, 65536))
 HEADS, DEPTH, TOPK = 64, 128, 2048
@@ -22,19 +24,28 @@ HEADS, DEPTH, TOPK = 64, 128, 2048
 
 def tiles(dtype: torch.dtype) -> Iterator[Tile]:
     """Candidates of the logits kernel that fit into shared memory and registers."""
-    wide = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 64, 4), (256, 128, 8), (128, 256, 8), (64, 128, 4))
+    wide = ((128, 64, 4), (128, 128, 4), (256, 64, 4), (256, 128, 8))
     for (columns, keys, warps), stages in itertools.product(wide, (2, 3, 4)):
         size = (columns + stages * keys) * DEPTH * dtype.itemsize
         if size < 220_000:
             yield Tile(columns, keys, warps, stages)
 
 
-def segments() -> Iterator[tuple[int, int, Segment]]:
+def selections() -> Iterator[tuple[int, int, Block | Long]]:
     """(rows, keys, candidate) of the selection."""
-    for rows, keys in ((4096, 4096), (512, 65536), (64, 65536)):
-        for block, warps in itertools.product((4096, 8192, 16384), (4, 8, 16)):
-            if block <= keys and block // warps // 32 <= 64:
-                yield rows, keys, Segment(block, warps)
+    for rows, keys in ((4096, 4096), (4096, 8192)):
+        for warps in (4, 8, 16):
+            if 8 <= keys // warps // 32 <= 32:
+                yield rows, keys, Block(keys, warps)
+    base = long_for(512, 65536, TOPK)
+    for rows in (512, 64):
+        for segment in (8192, 16384, 32768) if rows > 64 else (4096, 8192, 16384):
+            yield rows, 65536, replace(base, segment=segment)
+        for block in (Block(2048, 4), Block(4096, 4), Block(8192, 8), Block(8192, 16)):
+            yield rows, 65536, replace(base, segment=16384 if rows > 64 else 8192, filter=block)
+        for warps in (4, 16):
+            yield rows, 65536, replace(base, segment=16384 if rows > 64 else 8192, pick=Block(base.pick.keys, warps))
+            yield rows, 65536, replace(base, segment=16384 if rows > 64 else 8192, sample=Block(4096, warps))
 
 
 def operands(queries: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,12 +73,13 @@ def milliseconds(call: Callable[[], object], rounds: int = 7) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="", help="i/n: compile only, every n-th candidate from the i-th on")
+    parser.add_argument("--select", action="store_true", help="only the selection")
     parser.add_argument("--programs", action="store_true", help="also vary the number of programs of a launch")
     options = parser.parse_args()
     share, parts = (int(x) for x in options.part.split("/")) if options.part else (0, 1)
     number = 0
     for dtype, (queries, keys) in itertools.product((torch.bfloat16, torch.float8_e4m3fn), SHAPES):
-        if options.part and keys != SHAPES[0][1]:
+        if options.select or (options.part and keys != SHAPES[0][1]):
             continue
         q, kv, w = operands(queries, keys, dtype)
         kv_sf = torch.rand(1, keys, 1, device="cuda") + 0.5 if dtype.itemsize == 1 else None
@@ -92,8 +104,8 @@ def main() -> None:
             print(f"{dtype} S={queries} T={keys}")
             for time, one in sorted(results, key=lambda r: r[0])[:8]:
                 print(f"  {time:8.4f} ms {flops / time / 1e9:7.1f} TFLOP/s  {one}")
-    for (rows, keys), group in itertools.groupby(segments(), key=lambda s: s[:2]):
-        values = torch.randn(1, rows, keys, device="cuda").view(torch.int32)
+    for (rows, keys), group in itertools.groupby(selections(), key=lambda s: s[:2]):
+        values = Values(torch.randn(1, rows, keys, device="cuda").view(torch.int32), masked=False)
         scores = torch.empty(1, rows, TOPK, device="cuda")
         idx = torch.empty(1, rows, TOPK, dtype=torch.int64, device="cuda")
         results_s = []
@@ -103,9 +115,12 @@ def main() -> None:
                 continue
 
             select = partial(indexer.select_rows, values, None, None, scores, idx, rank_last=False, plan=cut)
-            results_s.append((milliseconds(select, 1 if options.part else 7), cut))
+            try:
+                results_s.append((milliseconds(select, 1 if options.part else 7), cut))
+            except Exception as error:
+                print("does not run:", cut, str(error).splitlines()[0][:100])
         if not options.part:
-            print(f"select {rows} x {keys}, topk {TOPK}; torch.topk {_torch_topk(values):.4f} ms")
+            print(f"select {rows} x {keys}, topk {TOPK}; torch.topk {_torch_topk(values.data):.4f} ms")
             for time, cut in sorted(results_s, key=lambda r: r[0]):
                 print(f"  {time:8.4f} ms  {cut}")
 

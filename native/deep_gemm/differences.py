@@ -23,8 +23,10 @@ class Indexer:
         function: name in the ``deep_gemm`` module.
         heads: number of heads that the kernel has been built for.
         depths: head dims.
-        mx_scales: q and kv carry UE8M0 scales per 32 elements, packed in ``scale_dtype``; otherwise q has none and kv one
-            f32 per key.
+        least_queries: a program takes two queries and all their keys, so fewer than these leave processors idle and
+            another provider is faster; 1 where we have not measured.
+        mx_scales: q and kv carry UE8M0 scales per 32 elements, packed in ``scale_dtype``; otherwise q has none and
+            kv one f32 per key.
         scale_dtype: of the scale tensors in the library's layout.
         weights: dtype of the head weights.
         logits: dtype of the result.
@@ -39,6 +41,7 @@ class Indexer:
     function: str
     heads: tuple[int, ...]
     depths: tuple[int, ...]
+    least_queries: int
     mx_scales: bool
     scale_dtype: torch.dtype
     weights: torch.dtype
@@ -55,6 +58,7 @@ SM90 = Indexer(
     function="fp8_mqa_logits",
     heads=(32, 64),
     depths=(32, 64, 128),
+    least_queries=192,
     mx_scales=False,
     scale_dtype=torch.float32,
     weights=torch.float32,
@@ -71,6 +75,7 @@ SM100 = Indexer(
     function="fp8_fp4_mqa_logits",
     heads=tuple(range(4, 129, 4)),
     depths=(32, 64, 128),
+    least_queries=1,
     mx_scales=True,
     scale_dtype=torch.int32,
     weights=torch.bfloat16,
@@ -87,6 +92,7 @@ ASCEND = Indexer(
     function="fp8_fp4_mqa_logits",
     heads=tuple(range(4, 65, 4)),
     depths=(64, 128),
+    least_queries=1,
     mx_scales=True,
     scale_dtype=torch.int16,
     weights=torch.bfloat16,

@@ -62,8 +62,11 @@ def limits_of(
         return "the library has no indexer for this device; it has one for SM90, SM100 and Ascend."
     if q.shape[0] != 1:
         return f"B is {q.shape[0]}; the library takes one sequence."
-    if min(q.shape[1], kv.shape[1]) < 1:
-        return f"q has {q.shape[1]} queries and kv {kv.shape[1]} keys; the library takes at least one of each."
+    if q.shape[1] < row.least_queries or kv.shape[1] < 1:
+        return (
+            f"it gets {q.shape[1]} queries and {kv.shape[1]} keys; the library is fast from {row.least_queries} "
+            "queries on, and takes at least one key."
+        )
     if mask is not None:
         return "there is a mask; the library takes ranges only."
     if not scale > 0:
@@ -118,14 +121,10 @@ def _topk_limits(
     ke: Tensor | None,
     mask: Tensor | None,
     *,
-    topk: int,
     scale: float,
     **_: Any,
 ) -> str | None:
-    from ascend_deep.native.triton.plan import selection_limit
-
-    reason = limits_of(_platform(q), q, q_sf, kv, kv_sf, weights, mask, scale=scale, out_dtype=None)
-    return reason or selection_limit(topk, kv.shape[1])
+    return limits_of(_platform(q), q, q_sf, kv, kv_sf, weights, mask, scale=scale, out_dtype=None)
 
 
 def _mqa_logits(
@@ -157,12 +156,12 @@ def _mqa_topk(
     scale: float,
     **attributes: Any,
 ) -> tuple[Tensor, Tensor]:
-    from ascend_deep.native.triton.indexer import topk_of_blocks
+    from ascend_deep.native.triton.indexer import Values, topk_of_blocks
 
     row = _platform(q)
     assert row is not None
 
-    def fill(b: slice, s: slice) -> Tensor:
+    def fill(b: slice, s: slice) -> Values:
         out = indexer.raw_logits(
             _library(),
             row,
@@ -176,7 +175,7 @@ def _mqa_topk(
             scale=scale,
             columns=0,
         )
-        return out.view(torch.int32).unsqueeze(0)
+        return Values(out.view(torch.int32).unsqueeze(0), masked=False)
 
     return topk_of_blocks(fill, q, kv.shape[1], ks, ke, **attributes)
 

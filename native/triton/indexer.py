@@ -7,21 +7,34 @@ with the number of queries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ascend_deep.native.triton.mqa_logits import logits_kernel
-from ascend_deep.native.triton.plan import Segment, Tile, power_of_two, segment_for, tile_for
-from ascend_deep.native.triton.select import select_kernel
+from ascend_deep.native.triton.plan import MAX_BLOCK, Block, Long, Tile, block_for, long_for, power_of_two, tile_for
+from ascend_deep.native.triton.select import filter_kernel, pick_kernel, sample_kernel, select_kernel
 
-__all__ = ["WORKSPACE_BYTES", "launch_logits", "mqa_logits", "mqa_topk", "select_rows", "topk_of_blocks"]
+__all__ = [
+    "RANK_LAST_KEY",
+    "WORKSPACE_BYTES",
+    "Values",
+    "launch_logits",
+    "mqa_logits",
+    "mqa_topk",
+    "select_rows",
+    "topk_of_blocks",
+]
 
 WORKSPACE_BYTES = 128 << 20
+RANK_LAST_KEY = 0x007FFFFF  # the key of -inf
 
 
 def _pitch(t: Tensor | None, dims: int, broadcast: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -67,11 +80,11 @@ def launch_logits(
     if out.numel() == 0:
         return
     if keys == 0:
-        out.fill_(-1 if out.dtype == torch.int32 else -torch.inf)
+        out.fill_(-torch.inf)
         return
     if q.stride(3) != 1:
         q = q.contiguous()
-    tile = tile or tile_for(q.element_size(), depth)
+    tile = tile or tile_for(q.element_size(), depth, queries, keys)
     block_h = power_of_two(heads)
     per_tile = min(max(tile.columns // block_h, 1), power_of_two(queries))
     per_tile = max(per_tile, 16 // block_h)  # the smallest tile of the tensor cores
@@ -84,7 +97,7 @@ def launch_logits(
     chunk = triton.cdiv(triton.cdiv(span, pieces), tile.keys) * tile.keys
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     q_sf_2 = None if q_sf is None else q_sf[..., 0]
-    kv_sf_2 = None if kv_sf is None else kv_sf[..., 0]
+    kv_sf_2 = None if kv_sf is None else kv_sf[..., 0].contiguous()
     logits_kernel[(blocks, triton.cdiv(span, chunk), batch)](
         q,
         q_sf_2,
@@ -102,7 +115,7 @@ def launch_logits(
         chunk,
         *_pitch(q, 3),
         *_pitch(q_sf_2, 3),
-        *_pitch(kv_sf_2, 2),
+        *_pitch(kv_sf_2, 1),
         *_pitch(weights, 3),
         *_pitch(ks, 2, (0,)),
         *_pitch(ke, 2, (0,)),
@@ -123,6 +136,7 @@ def launch_logits(
         COMPRESSED=compressed,
         CLEAN=clean and out.dtype != torch.int32,
         BITS=out.dtype == torch.int32,
+        EVEN=ks is None and ke is None and not compressed and keys % chunk == 0,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
         STAGES=tile.stages,
         num_warps=tile.warps,
@@ -154,98 +168,90 @@ def mqa_logits(
     return out
 
 
+@dataclass(frozen=True)
+class Values:
+    """Scores of some rows: int32 [B, S, T], the bits of f32; -1 where a mask excludes, if ``masked``. T contiguous."""
+
+    data: Tensor
+    masked: bool
+
+
 def select_rows(
-    values: Tensor,
+    values: Values,
     ks: Tensor | None,
     ke: Tensor | None,
     scores: Tensor | None,
     idx: Tensor,
     *,
     rank_last: bool,
-    plan: Segment | None = None,
+    plan: Block | Long | None = None,
 ) -> None:
     """The ``idx.shape[2]`` largest of each row of ``values`` into ``scores`` and ``idx``, in order of index.
 
     Args:
-        values: int32 [B, S, T], bits of f32 scores, -1 for keys that are excluded; contiguous in the last dimension.
         ks, ke: [B or 1, S] bounds; what ``values`` holds outside them is not read.
         scores: f32 [B, S, topk] or ``None``.
         idx: i64 or i32 [B, S, topk].
-        rank_last: excluded keys count as -inf; otherwise they are never chosen.
-        plan: overrides the segments (for measurements).
+        rank_last: keys outside the bounds count as -inf; otherwise they are never chosen.
+        plan: overrides the launch (for measurements).
     """
-    batch, rows, columns = values.shape
+    batch, rows, columns = values.data.shape
     topk = idx.shape[2]
     if idx.numel() == 0:
         return
-    index: Tensor | None = None
-    while True:
-        cut = plan or segment_for(batch * rows, columns, topk)
-        segment = cut.keys
-        if index is not None:
-            segment = segment // topk * topk  # whole lists of candidates
-        parts = triton.cdiv(columns, segment)
-        last = parts <= 1
-        if last:
-            to_scores, to_idx = scores, idx
-        else:
-            to_scores = torch.empty(batch, rows, parts * topk, dtype=torch.int32, device=values.device)
-            to_idx = torch.empty_like(to_scores)
-        _launch_select(values, index, ks, ke, to_scores, to_idx, segment, cut, topk, rank_last, last)
-        if last:
-            return
-        assert to_scores is not None
-        values, index, columns = to_scores, to_idx, parts * topk
-        ks = ke = None
-        rank_last = False
+    options = {
+        "HAS_KS": ks is not None,
+        "HAS_KE": ke is not None,
+        "MASKED": values.masked,
+        "BARRED": RANK_LAST_KEY if rank_last else 0,
+    }
+    pitches = (*_pitch(values.data, 2), *_pitch(ks, 2, (0,)), *_pitch(ke, 2, (0,)))
+    # An unused pointer has to be one all the same.
+    out = (idx if scores is None else scores, idx)
+    out_pitches = (*_pitch(scores, 2), *_pitch(idx, 2))
+    wanted = scores is not None
+    if plan is None:
+        plan = block_for(columns) if columns <= MAX_BLOCK else long_for(batch * rows, columns, topk)
+    if isinstance(plan, Block):
+        select_kernel[(batch * rows,)](
+            values.data, ks, ke, *out, columns, topk, rows, *pitches, *out_pitches,
+            SCORES=wanted, EVEN=columns == plan.keys, **_layouts(plan), **options,
+        )  # fmt: skip
+        return
+    parts = triton.cdiv(columns, plan.segment)
+    new = functools.partial(torch.empty, device=idx.device)
+    bounds = new(batch * rows, dtype=torch.int32)
+    lists = new(batch * rows, parts * plan.segment, dtype=torch.int16)
+    counts = new(batch * rows, parts, dtype=torch.int32)
+    sample_kernel[(batch * rows,)](
+        values.data, ks, ke, bounds, columns, topk, rows, *pitches,
+        SAMPLE=plan.sample.keys, CAPACITY=plan.pick.keys, SPREAD=_layouts(plan.sample)["SPREAD"],
+        num_warps=plan.sample.warps, **options,
+    )  # fmt: skip
+    filter_kernel[(batch * rows, parts)](
+        values.data, ks, ke, bounds, lists, counts, columns, rows, plan.segment, *pitches, lists.stride(0),
+        EVEN=columns % plan.filter.keys == 0, **_layouts(plan.filter), **options,
+    )  # fmt: skip
+    pick_kernel[(batch * rows,)](
+        values.data, ks, ke, bounds, lists, counts, *out, columns, topk, rows, plan.segment, parts, *pitches,
+        lists.stride(0), *out_pitches, SCORES=wanted, **_layouts(plan.pick), **options,
+    )  # fmt: skip
 
 
-def _launch_select(
-    values: Tensor,
-    index: Tensor | None,
-    ks: Tensor | None,
-    ke: Tensor | None,
-    scores: Tensor | None,
-    idx: Tensor,
-    segment: int,
-    cut: Segment,
-    topk: int,
-    rank_last: bool,
-    last: bool,
-) -> None:
-    batch, rows, columns = values.shape
-    parts = max(triton.cdiv(columns, segment), 1)
-    select_kernel[(batch * rows, parts)](
-        values,
-        index,
-        ks,
-        ke,
-        scores,
-        idx,
-        columns,
-        segment,
-        topk,
-        rows,
-        *_pitch(values, 2),
-        *_pitch(index, 2),
-        *_pitch(ks, 2, (0,)),
-        *_pitch(ke, 2, (0,)),
-        *_pitch(scores, 2),
-        *_pitch(idx, 2),
-        BLOCK=cut.keys,
-        BLOCK_K=min(power_of_two(topk), 1024),
-        HAS_INDEX=index is not None,
-        HAS_KS=ks is not None,
-        HAS_KE=ke is not None,
-        RANK_LAST=rank_last,
-        SCORES=scores is not None,
-        LAST=last,
-        num_warps=cut.warps,
-    )
+@functools.cache
+def _layouts(block: Block) -> dict[str, Any]:
+    """Launch options of a block: neighbouring keys in a thread to compute with, one key per lane to write."""
+    each = max(block.keys // (32 * block.warps), 1)
+    return {
+        "BLOCK": block.keys,
+        "HELD": gl.BlockedLayout([min(each, 16)], [32], [block.warps], [0]),
+        "SPREAD": gl.BlockedLayout([1], [32], [block.warps], [0]),
+        "num_warps": block.warps,
+    }
 
 
 def topk_of_blocks(
-    fill: Callable[[slice, slice], Tensor],
+    fill: Callable[[slice, slice], Values],
     q: Tensor,
     keys: int,
     ks: Tensor | None,
@@ -257,15 +263,17 @@ def topk_of_blocks(
     return_scores: bool,
     index_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """``mqa_topk`` from scores that ``fill(batch rows, queries)`` returns as int32 bits [b, s, T], block by block."""
+    """``mqa_topk`` from the scores that ``fill(batch rows, queries)`` returns, block by block."""
     batch, queries = q.shape[0], q.shape[1]
     wanted = return_scores or sorted
     scores = torch.empty(batch, queries, topk, dtype=torch.float32, device=q.device) if wanted else None
     idx = torch.empty(batch, queries, topk, dtype=index_dtype or torch.int64, device=q.device)
+    rank_last = outside == "rank_last"
     if topk and queries and batch:
         limit = max(WORKSPACE_BYTES // (4 * max(keys, 1)), 1)
         step_b = max(limit // queries, 1)
-        step_s = queries if limit >= queries else limit
+        # An even split: the last block should not be a small one.
+        step_s = queries if limit >= queries else triton.cdiv(queries, triton.cdiv(queries, limit))
         for b in range(0, batch, step_b):
             for s in range(0, queries, step_s):
                 at = (slice(b, b + step_b), slice(s, s + step_s))
@@ -275,7 +283,7 @@ def topk_of_blocks(
                     _part(ke, *at),
                     None if scores is None else scores[at],
                     idx[at],
-                    rank_last=outside == "rank_last",
+                    rank_last=rank_last,
                 )
     if sorted and scores is not None:
         scores, idx = _by_score(scores, idx)
@@ -317,7 +325,7 @@ def mqa_topk(
     """The op ``mqa_topk`` (its docstring has the contract)."""
     keys = kv.shape[1]
 
-    def fill(b: slice, s: slice) -> Tensor:
+    def fill(b: slice, s: slice) -> Values:
         part = q[b, s]
         work = torch.empty(part.shape[0], part.shape[1], keys, dtype=torch.int32, device=q.device)
         launch_logits(
@@ -332,7 +340,7 @@ def mqa_topk(
             work,
             scale=scale,
         )
-        return work
+        return Values(work, masked=mask is not None)
 
     with torch.cuda.device_of(q):
         return topk_of_blocks(fill, q, keys, ks, ke, **attributes)

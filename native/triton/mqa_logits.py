@@ -68,7 +68,6 @@ def logits_kernel(
     qsf_s,
     qsf_h,
     kvsf_b,
-    kvsf_t,
     w_b,
     w_s,
     w_h,
@@ -96,15 +95,17 @@ def logits_kernel(
     COMPRESSED: tl.constexpr,
     CLEAN: tl.constexpr,
     BITS: tl.constexpr,
+    EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program: QUERIES queries of one batch row, ``chunk`` keys.
 
-    ``kv`` is a tensor descriptor of [B * T, D]; all other tensors are pointers with strides in elements. MASK is 0
-    (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the bits of the scores, -1 for excluded keys, and
-    nothing outside the bounds of a query (the workspace of the selection). Otherwise ``out`` is floating, excluded keys
-    get -inf, and everything outside the bounds does if CLEAN.
+    ``kv`` is a tensor descriptor of [B * T, D]; all other tensors are pointers with strides in elements. MASK
+    is 0 (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the bits of the scores, -1 for masked ones, and
+    nothing sensible outside the bounds of a query (the workspace of the selection, see ``select``). Otherwise ``out`` is
+    floating, excluded keys get -inf, and everything outside the bounds does if CLEAN. EVEN: chunks divide the keys, and
+    there are no bounds.
     """
     b = tl.program_id(2).to(tl.int64)
     s0 = tl.program_id(0) * QUERIES
@@ -141,6 +142,7 @@ def logits_kernel(
         high = tl.minimum(high, tl.max(tl.where(inside, end, 0), axis=0))
     to = out + b * o_b + s.to(tl.int64) * o_s
     base = tl.program_id(2) * keys
+    scales = kv_sf + b * kvsf_b if HAS_KVSF else kv_sf
 
     for t0 in tl.range(low, high, BLOCK_T, num_stages=STAGES):
         k = kv.load([base + t0, 0])
@@ -152,8 +154,9 @@ def logits_kernel(
         score = tl.sum(tl.reshape(acc, (BLOCK_T, QUERIES, BLOCK_H)), axis=2)
         t = t0 + tl.arange(0, BLOCK_T)
         if HAS_KVSF:
-            score = score * tl.load(kv_sf + b * kvsf_b + t.to(tl.int64) * kvsf_t, mask=t < high, other=0.0)[:, None]
-        used = (t < high)[:, None] & inside[None, :]
+            factor = tl.load(scales + t) if EVEN else tl.load(scales + t, mask=t < high, other=0.0)
+            score = score * factor[:, None]
+        used = inside[None, :] & (t >= 0)[:, None] if EVEN else (t < high)[:, None] & inside[None, :]
         shown = used
         if HAS_KS:
             shown = shown & (t[:, None] >= first[None, :])
@@ -169,7 +172,9 @@ def logits_kernel(
                 shown = shown & (m != float("-inf"))
                 score = score + m
         if BITS:
-            value = tl.where(shown, score.to(tl.int32, bitcast=True), -1)
+            value = score.to(tl.int32, bitcast=True)
+            if MASK != 0:
+                value = tl.where(shown, value, -1)
         else:
             value = tl.where(shown, score, float("-inf")).to(out.dtype.element_ty)
         column = t[:, None]
@@ -182,7 +187,7 @@ def logits_kernel(
         limit = tl.minimum(begin + chunk, columns)
         for c0 in tl.range(begin, limit, BLOCK_T):
             c = c0 + tl.arange(0, BLOCK_T)
-            if COMPRESSED:  # noqa: SIM108 (the branch is taken when the kernel is compiled)
+            if COMPRESSED:
                 behind = c[:, None] >= (end - first)[None, :]
             else:
                 behind = ((c < low) | (c >= high))[:, None]

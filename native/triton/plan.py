@@ -5,26 +5,26 @@ The figures come from ``benchmarks/indexer_gpu.py --sweep``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = [
+    "MAX_BLOCK",
     "MAX_DEPTH",
     "MAX_HEADS",
-    "MAX_SEGMENT",
-    "MAX_TOPK",
-    "Segment",
+    "Block",
+    "Long",
     "Tile",
+    "block_for",
+    "long_for",
     "power_of_two",
-    "segment_for",
-    "selection_limit",
     "tile_for",
 ]
 
 # By bytes of an element of q and kv: what fits into shared memory.
 MAX_HEADS = {1: 256, 2: 256, 4: 64}
 MAX_DEPTH = {1: 256, 2: 256, 4: 128}
-MAX_SEGMENT = 16384  # keys that one program of the selection holds in registers
-MAX_TOPK = MAX_SEGMENT // 2  # two segments' candidates fit into one program of the next round
+MAX_BLOCK = 16384  # keys that one program of the selection holds in registers
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,38 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Launch of the selection: keys per program and warps."""
+class Block:
+    """Launch of the selection of short rows: keys in registers and warps."""
 
     keys: int
     warps: int
 
 
+@dataclass(frozen=True)
+class Long:
+    """Launch of the selection of long rows.
+
+    Attributes:
+        sample: keys of a row that its bound is estimated from.
+        filter: block of the filter, with its warps.
+        segment: keys that one program of the filter walks; a multiple of the filter's block, at most 65536.
+        pick: block that should hold what the filter lets through, with its warps.
+    """
+
+    sample: Block
+    filter: Block
+    segment: int
+    pick: Block
+
+
 # By bytes of an element of q and kv.
 _TILES = {
-    1: Tile(columns=128, keys=64, warps=4, stages=3),
+    1: Tile(columns=128, keys=64, warps=4, stages=4),
     2: Tile(columns=128, keys=64, warps=4, stages=2),
     4: Tile(columns=64, keys=64, warps=4, stages=2),
 }
+# fp8, many queries of many keys each: programs are long, so that fewer of them at a time do not hurt.
+_LONG = Tile(columns=128, keys=128, warps=4, stages=3)
 # By elements of q and kv rows beyond 128: one query at a time, so that shared memory suffices.
 _DEEP = Tile(columns=64, keys=64, warps=4, stages=2)
 
@@ -68,25 +87,32 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def tile_for(element_size: int, depth: int) -> Tile:
+def tile_for(element_size: int, depth: int, queries: int, keys: int) -> Tile:
     """The tile for q and kv with ``element_size`` bytes per element and D = ``depth``."""
-    return _TILES[element_size] if depth <= 128 else _DEEP
+    if depth > 128:
+        return _DEEP
+    if element_size == 1 and queries >= 512 and keys > 16384:
+        return _LONG
+    return _TILES[element_size]
 
 
-def segment_for(rows: int, columns: int, topk: int) -> Segment:
-    """How a row of ``columns`` scores is cut when ``rows`` of them are selected at once."""
-    few = rows < 512
-    keys = min(power_of_two(columns, 256), 8192 if few else MAX_SEGMENT)
-    # The candidates of two segments have to fit into one of the next round.
-    keys = min(max(keys, power_of_two(2 * topk)), MAX_SEGMENT, power_of_two(columns, 256))
-    return Segment(keys, min(max(keys // 512, 1), 16))
+def block_for(columns: int) -> Block:
+    """The selection from rows of up to ``MAX_BLOCK`` scores."""
+    keys = power_of_two(columns, 128)
+    return Block(keys, min(max(keys // 512, 1), 16))
 
 
-def selection_limit(topk: int, keys: int) -> str | None:
-    """Why the selection does not take ``topk`` of ``keys``; ``None`` if it does."""
-    if topk > MAX_TOPK and keys > MAX_SEGMENT:
-        return (
-            f"topk is {topk} of {keys} keys; the selection takes up to {MAX_TOPK}, or any number of up to "
-            f"{MAX_SEGMENT} keys."
-        )
-    return None
+def long_for(rows: int, columns: int, topk: int) -> Long:
+    """The selection from longer rows: ``topk`` of ``columns`` scores in each of ``rows``."""
+    sample = Block(4096, 8)
+    # What sample_kernel aims at, and five standard deviations more.
+    expected = topk * sample.keys / columns
+    rank = expected + 4 * math.sqrt(expected) + 8
+    survivors = (rank + 5 * math.sqrt(rank)) * columns / sample.keys
+    pick = min(power_of_two(math.ceil(survivors), 1024), MAX_BLOCK)
+    return Long(
+        sample=sample,
+        filter=Block(2048, 4),
+        segment=8192 if rows < 256 else 16384,
+        pick=Block(pick, min(pick // 512, 16)),
+    )

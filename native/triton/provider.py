@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.triton.plan import MAX_DEPTH, MAX_HEADS, selection_limit
+from ascend_deep.native.triton.plan import MAX_DEPTH, MAX_HEADS
 
 __all__ = ["TRITON", "logits_limits", "topk_limits"]
 
@@ -104,14 +104,10 @@ def topk_limits(
     ke: Tensor | None,
     mask: Tensor | None,
     *,
-    topk: int,
     scale: float,
     **_: Any,
 ) -> str | None:
     """Why the kernels do not take a call of ``mqa_topk``; ``None`` if they do."""
-    reason = selection_limit(topk, kv.shape[1])
-    if reason is not None:
-        return reason
     if mask is not None and mask.dtype == torch.float64:
         return "mask has dtype float64; the kernel takes bool, float32, bfloat16 and float16."
     return _common_limits(q, q_sf, kv, kv_sf, weights, scale)

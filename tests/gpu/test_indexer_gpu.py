@@ -149,20 +149,38 @@ def test_long_rows(queries: int, keys: int, topk: int) -> None:
     assert torch.equal(idx, want) and torch.equal(scores, want_scores)
 
 
-def test_plateau_of_zeros() -> None:
-    """100 positive scores, 8220 exact zeros, k = 2048: all positives, then the zeros of lowest index."""
-    a = make(1, 7, 64, 128, 8320, BF16, seed=3)
+@pytest.mark.parametrize("keys", [8320, 40000])
+def test_plateau_of_zeros(keys: int) -> None:
+    """100 positive scores, exact zeros else, k = 2048: all positives, then the zeros of lowest index."""
+    a = make(1, 7, 64, 128, keys, BF16, seed=3)
     a["weights"] = a["weights"].abs() + 0.1
-    winners = torch.randperm(8320, device="cuda")[:100].sort().values
-    zero = torch.ones(8320, dtype=torch.bool, device="cuda")
+    winners = torch.randperm(keys, device="cuda")[:100].sort().values
+    zero = torch.ones(keys, dtype=torch.bool, device="cuda")
     zero[winners] = False
     a["kv"] = a["kv"].masked_fill(zero.view(1, -1, 1), 0)
     with strict():
         scores, idx = mqa_topk(**a, topk=2048)
-    zeros = torch.arange(8320, device="cuda")[zero][: 2048 - 100]
+    zeros = torch.arange(keys, device="cuda")[zero][: 2048 - 100]
     want = torch.cat((winners, zeros)).sort().values
     assert torch.equal(idx, want.expand_as(idx))
     assert ((scores > 0).sum(-1) == 100).all()
+
+
+@pytest.mark.parametrize("outside", ["pad", "rank_last"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_long_rows_with_ranges(outside: str, masked: bool) -> None:
+    """Ranges of every length, two of them empty, and a mask that leaves fewer keys than topk in some rows."""
+    a = make(2, 6, 8, 64, 30000, BF16, seed=12)
+    ks = torch.tensor([[0, 100, 29000, 0, 12345, 7]], device="cuda")
+    ke = torch.tensor([[1500, 29999, 30000, 0, 30000, -3], [30000, 2500, 29001, 30000, 12346, 20000]], device="cuda")
+    mask = torch.rand(2, 1, 30000, device="cuda") < 0.08 if masked else None
+    with strict():
+        values = mqa_logits(**a, ks=ks, ke=ke, mask=mask)
+        scores, idx = mqa_topk(**a, ks=ks, ke=ke, mask=mask, topk=2048, outside=outside)
+    hidden = _mqa.excluded(a["q"], 30000, ks, ke, mask)
+    assert hidden is not None
+    want_scores, want = selected(values, 2048, None if outside == "rank_last" else ~hidden)
+    assert torch.equal(idx, want) and torch.equal(scores, want_scores)
 
 
 def test_clustered_values() -> None:
@@ -199,7 +217,7 @@ def test_nan_and_infinity() -> None:
     a["kv"][0, 60, 3] = torch.inf
     with strict():
         got = mqa_logits(**a)
-        _, idx = mqa_topk(**a, topk=199)
+        _, idx = mqa_topk(**a, topk=198)
     want = _logits_module._reference(
         a["q"], None, a["kv"], None, a["weights"], None, None, None,
         scale=a["scale"], max_seqlen_k=0, clean=True, out_dtype=None,
@@ -254,14 +272,10 @@ def test_both_sides_of_each_limit(
         near(mqa_logits(**a), exact(a), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("topk,keys,refused", [(8192, 16385, False), (8193, 16384, False), (8193, 16385, True)])
-def test_both_sides_of_the_selection_limit(topk: int, keys: int, refused: bool) -> None:
-    a = make(1, 2, 4, 32, keys, BF16, seed=11)
-    args = (a["q"], None, a["kv"], None, a["weights"], None, None, None)
-    kwargs = {"topk": topk, "scale": a["scale"], "outside": "pad", "sorted": False}
-    kwargs |= {"return_scores": True, "index_dtype": None}
-    choice = table.choose("mqa_topk", "cuda", args, kwargs)
-    assert (choice.name == "reference") == refused
-    if not refused:
+@pytest.mark.parametrize("topk", [8192, 12000, 20000])
+def test_many_of_long_rows(topk: int) -> None:
+    """More than the lists of the filter are made for: the selection that counts in memory."""
+    a = make(1, 3, 4, 32, 40000, BF16, seed=11)
+    with strict():
         _, idx = mqa_topk(**a, topk=topk)
         assert torch.equal(idx, selected(mqa_logits(**a), topk)[1])
