@@ -82,7 +82,7 @@ class Router:
         if bench.bias_dtype is not None or not half_precision:
             # Half precision has too few numbers around -40 to tell hundreds of experts apart.
             add("far negative logits", 15, 8, 2.0, shift=-40.0)
-        spare = (experts - bench.chosen) // 2 if solution.attrs["n_group"] == 1 else 0
+        spare = (experts - int(solution.attrs["topk"])) // 2 if solution.attrs["n_group"] == 1 else 0
         if spare:
             add("columns of -inf", 16, 8, 1.1, masked=spare)
         return found

@@ -290,8 +290,8 @@ def _region(
                 if a not in depends and not _is_size(view, a) and not _constant(view, a):
                     if not _per_expert(view, a, experts):
                         return Refusal(
-                            f"the choice or the weights also use {a.name} ({_say(view, a)}) besides one tensor of "
-                            "logits and one bias per expert.",
+                            f"the choice or the weights also use {_say(view, a)} besides one tensor of logits and one "
+                            "bias per expert.",
                             node,
                             "Add noise or masks to the logits before both the choice and the weights read them.",
                         )
@@ -369,7 +369,8 @@ def _order_conflict(view: GraphView, found: Selection, region: Region) -> Refusa
             if found.order == "descending" and node not in by_ids and not second_ids:
                 continue
             return Refusal(
-                f"{node.name} is in the column order of the block's own choice and is used outside the block as well.",
+                f"the result of {op_name(node)} is in the column order of the block's own choice and is used outside "
+                "the block as well.",
                 node,
                 "Compute it from the returned ids, or choose with topk(sorted=True).",
             )
@@ -377,9 +378,10 @@ def _order_conflict(view: GraphView, found: Selection, region: Region) -> Refusa
 
 
 def _say(view: GraphView, node: fx.Node) -> str:
+    """``node`` in words that are the same for every layer of a model."""
     tensor = view.tensor(node)
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" if tensor is not None else "not a tensor"
-    return f"{op_name(node)}, {what}" if node.op == "call_function" else what
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" if tensor is not None else "a number"
+    return f"the result of {op_name(node)}, {what}," if node.op == "call_function" else f"an input, {what},"
 
 
 def _with_note(region: Region, largest: Region) -> Region:

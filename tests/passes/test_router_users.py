@@ -167,6 +167,7 @@ def test_weights_alone():
     gate, x = gated(f)
     run, backend = compiled(gate)
     torch.testing.assert_close(run(x)[0], gate(x)[0])
+    assert backend.one.solutions[0].attrs["renorm"] == "sum"
 
 
 def test_two_routers_one_after_the_other():
@@ -217,7 +218,7 @@ def test_ties(levels):
     gate, x = gated(f, count=64)
     gate.weight.data *= 0.2
     run, backend = compiled(gate)
-    (w, i), (v, j) = gate(x), run(x)
+    (w, _), (v, j) = gate(x), run(x)
     assert backend.one.solutions
     torch.testing.assert_close(v, w)
     assert bool((j.sort(-1).values.diff(dim=-1) > 0).all())
@@ -248,7 +249,7 @@ def test_no_grad_inside_the_model():
 
     run, backend = compiled(f)
     x = torch.randn(5, 20, requires_grad=True)
-    (a, i, b), (p, j, c) = run(x), f(x)
+    (a, i, b), (p, j, _) = run(x), f(x)
     assert torch.equal(i, j) and not a.requires_grad and not p.requires_grad
     torch.testing.assert_close(a, p)
     b.sum().backward()
