@@ -247,6 +247,7 @@ def _layouts(block: Block) -> dict[str, Any]:
         "HELD": gl.BlockedLayout([min(each, 16)], [32], [block.warps], [0]),
         "SPREAD": gl.BlockedLayout([1], [32], [block.warps], [0]),
         "num_warps": block.warps,
+        "maxnreg": block.registers or None,
     }
 
 

@@ -101,11 +101,11 @@ def logits_kernel(
 ):
     """One program: QUERIES queries of one batch row, ``chunk`` keys.
 
-    ``kv`` is a tensor descriptor of [B * T, D]; all other tensors are pointers with strides in elements. MASK
-    is 0 (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the bits of the scores, -1 for masked ones, and
-    nothing sensible outside the bounds of a query (the workspace of the selection, see ``select``). Otherwise ``out`` is
-    floating, excluded keys get -inf, and everything outside the bounds does if CLEAN. EVEN: chunks divide the keys, and
-    there are no bounds.
+    ``kv`` is a tensor descriptor of [B * T, D]; all other tensors are pointers with strides in elements. MASK is 0
+    (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the bits of the scores, -1 for masked ones, and
+    nothing sensible outside the bounds of a query (the workspace of the selection, see ``select``). Otherwise ``out``
+    is floating, excluded keys get -inf, and everything outside the bounds does if CLEAN. EVEN: chunks divide the keys,
+    and there are no bounds.
     """
     b = tl.program_id(2).to(tl.int64)
     s0 = tl.program_id(0) * QUERIES

@@ -47,10 +47,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Block:
-    """Launch of the selection of short rows: keys in registers and warps."""
+    """Keys in registers of a program of the selection, its warps, and a cap on registers per thread (0: none)."""
 
     keys: int
     warps: int
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def tile_for(element_size: int, depth: int, queries: int, keys: int) -> Tile:
 def block_for(columns: int) -> Block:
     """The selection from rows of up to ``MAX_BLOCK`` scores."""
     keys = power_of_two(columns, 128)
-    return Block(keys, min(max(keys // 512, 1), 16))
+    return Block(keys, min(max(keys // 1024, 1), 16))
 
 
 def long_for(rows: int, columns: int, topk: int) -> Long:

@@ -78,6 +78,19 @@ def test_ranges_scales_and_compressed() -> None:
     torch.testing.assert_close(scaled, direct(b), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [3840, 4096, 8192])
+def test_ranges_on_both_sides_of_the_split(keys: int) -> None:
+    """From 4096 keys on, the last tile of keys is computed by a call of its own."""
+    a = make(301, 64, 128, keys)
+    ks = torch.randint(-9, keys, (1, 301), device="cuda")
+    ke = ks + torch.randint(-5, keys, (1, 301), device="cuda")
+    for bounds in ({}, {"ke": ke}, {"ks": ks}, {"ks": ks, "ke": ke}):
+        with strict():
+            got = mqa_logits(**a, **bounds)
+        assert got.is_contiguous()
+        assert torch.equal(got, direct(a, bounds.get("ks"), bounds.get("ke")))
+
+
 def test_topk_is_that_of_the_librarys_scores() -> None:
     for keys in (3000, 40000):
         a = make(257, 64, 128, keys)
