@@ -156,9 +156,9 @@ def _error(got: object, truth: Tensor) -> float:
     return float((got.double() - truth).abs().max() / truth.abs().max())
 
 
-def show(rows: list[Row], shape: Shape) -> None:
+def show(rows: list[Row], shape: Shape, what: str = "moe_experts") -> None:
     table = Table(
-        title=f"moe_experts: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} experts, "
+        title=f"{what}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} experts, "
         f"top-{shape.topk}; {torch.get_num_threads()} threads, {isa()}",
         caption="ms; ratios are of best times; error: the largest, relative to the largest output, against float64",
     )
