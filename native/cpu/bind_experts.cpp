@@ -49,7 +49,8 @@ uint64_t local_at(const void* p, int64_t i, bool wide, int64_t offset) {
 }
 
 // Counting sort by expert; stable, so rows of an expert are in order of (token, k).
-Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, int64_t experts, const Kernels& isa) {
+Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, int64_t experts, bool columns,
+               const Kernels& isa) {
   const int64_t tokens = idx.size(0), topk = idx.size(1);
   const void* ids = idx.const_data_ptr();
   const bool wide = idx.scalar_type() == ScalarType::Long;
@@ -68,8 +69,10 @@ Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, 
     const int64_t rows = start[e + 1];
     start[e + 1] += start[e];
     if (!rows) continue;
-    const int64_t rest = rows % isa.lanes;
-    const int64_t panels = rest > isa.left_over[std::min<int64_t>(rows / isa.lanes, 2)] ? rows + isa.lanes - rest : rows - rest;
+    const int64_t rest = rows % isa.lanes, full = rows / isa.lanes;
+    // Weights with stride 1 along n have no product for plain rows next to panels.
+    const int64_t most = columns && full ? 0 : isa.left_over[std::min<int64_t>(full, 2)];
+    const int64_t panels = rest > most ? rows + isa.lanes - rest : rows - rest;
     // Reading a weight takes as long as about 24 products with it.
     r.experts.push_back({e, start[e], rows, panels, r.hidden_rows, std::max<int64_t>(rows, 24)});
     r.hidden_rows += std::max(rows, panels);
@@ -179,7 +182,7 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
   Tensor out = torch::stable::empty({shape, 2}, out_type, std::nullopt, x.device());
   if (tokens == 0 || hidden == 0) return out;
   const Kernels& isa = kernels();
-  const Rows rows = sort_rows(idx, weights, expert_offset, experts, isa);
+  const Rows rows = sort_rows(idx, weights, expert_offset, experts, a.w13.sk != 1 || a.w2.sk != 1, isa);
   a.active = static_cast<int64_t>(rows.experts.size());
   a.experts = rows.experts.data();
   a.token = rows.token.data();

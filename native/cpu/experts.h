@@ -5,7 +5,7 @@
 // so the first GEMM writes what the second one reads.
 #pragma once
 
-#include "block.h"
+#include "columns.h"
 #include "vmath.h"
 
 namespace {
@@ -28,12 +28,13 @@ struct Layout {
     const int64_t fit = (262144 / max64(a.hidden_size, 1)) / kLanes * kLanes;
     panel_cap = min64(max64(fit, 3 * kLanes), kMaxPanelRows);
     const int64_t depth = round_up(max64(a.hidden_size, a.intermediate), 16);
+    const bool columns = a.w13.sk != 1 || a.w2.sk != 1;
     panels = 0;
     rows = panels + round_up(panel_cap * depth, 16);
     stage = rows + kLanes * depth;
-    c = stage + kBlockRows * depth;
-    row_c = c + kBlockRows * panel_cap;
-    total = row_c + kLanes * 2 * kSpan;
+    c = stage + max64(kTile * depth, columns ? kStagedColumns : 0);
+    row_c = c + (columns ? kWide + 2 * kTile : kBlockRows) * panel_cap;
+    total = row_c + kLanes * (columns ? 2 * kSpan : kBlockRows);
   }
 };
 
@@ -89,19 +90,26 @@ struct UpBias {
   }
 };
 
-// c[row][token] -> hidden panels [i][token].
-inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, const UpBias& bias, int64_t i0, int64_t n,
-                               int64_t from, int64_t to, const float* c, int64_t ldc) {
-  for (int64_t m = from; m < to;) {
+// Where the epilogue of the first GEMM finds a hidden unit: its gate is number j * step, its up value `up` behind that.
+struct Order {
+  int64_t step, up;
+};
+
+// c[row][token] of units [i0, i0 + n) -> hidden panels [i][token].
+inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t i0, int64_t n, const Tokens& x,
+                               const float* c, Order order) {
+  const UpBias bias(a, e.expert, i0, n);
+  const int64_t ldc = x.to - x.from;
+  for (int64_t m = x.from; m < x.to;) {
     const int64_t vectors = split((e.panel_rows - m) / kLanes), width = vectors * kLanes;
     float* panel = a.hidden + (e.hidden_row + m) * a.intermediate;
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t r = m + v * kLanes;
       const Vec s = a.weight_on_input ? load_n(a.scale + e.first + r, e.rows - r) : splat(1.0f);
       for (int64_t j = 0; j < n; ++j) {
-        const float* p = c + j * ldc + (r - from);
+        const float* p = c + j * order.step * ldc + (r - x.from);
         const Vec g = load(p) * s + bias.gate[j];
-        const Vec y = a.gated ? activate_gated(g, load(p + kHiddenBlock * ldc) * s + bias.up[j], a.act)
+        const Vec y = a.gated ? activate_gated(g, load(p + order.up * ldc) * s + bias.up[j], a.act)
                               : activate_single(g, a.act);
         store(panel + (i0 + j) * width + v * kLanes, y);
       }
@@ -110,22 +118,23 @@ inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, const Up
   }
 }
 
-// Plain rows to hidden rows: unit i0 + j has its gate at c[token][j * step] and its up value `up` behind that.
-inline void up_epilogue_rows(const Experts& a, const ActiveExpert& e, const UpBias& bias, int64_t i0, int64_t n,
-                             const float* c, int64_t ldc, int64_t step, int64_t up) {
+// c[token][row] of units [i0, i0 + n) -> plain hidden rows.
+inline void up_epilogue_rows(const Experts& a, const ActiveExpert& e, int64_t i0, int64_t n, const float* c, int64_t ldc,
+                             Order order) {
+  const UpBias bias(a, e.expert, i0, n);
   for (int64_t r = e.panel_rows; r < e.rows; ++r) {
     const Vec s = splat(a.weight_on_input ? a.scale[e.first + r] : 1.0f);
     const float* p = c + (r - e.panel_rows) * ldc;
     float* h = a.hidden + (e.hidden_row + r) * a.intermediate + i0;
     for (int64_t j = 0; j < n; j += kLanes) {
       float gate[kLanes], other[kLanes] = {};
-      if (step == 1) {
+      if (order.step == 1) {
         store(gate, load(p + j));
-        if (a.gated) store(other, load(p + j + up));
+        if (a.gated) store(other, load(p + j + order.up));
       } else {
         for (int64_t i = 0; i < kLanes; ++i) {
-          gate[i] = p[(j + i) * step];
-          other[i] = p[(j + i) * step + up];
+          gate[i] = p[(j + i) * order.step];
+          other[i] = p[(j + i) * order.step + order.up];
         }
       }
       const Vec g = load(gate) * s + load(bias.gate + j);
@@ -138,20 +147,19 @@ inline void up_epilogue_rows(const Experts& a, const ActiveExpert& e, const UpBi
 
 // The plain rows of blocks [b0, b1), for weights with stride 1 along n.
 template <typename W>
-void up_columns(const Experts& a, const ActiveExpert& e, int64_t b0, int64_t b1, const float* rows, float* c) {
-  const int64_t plain = e.rows - e.panel_rows;
-  const bool pairs = a.gated && a.interleaved;
-  for (; b0 < b1; b0 += kSpan / kHiddenBlock) {
-    const int64_t from = b0 * kHiddenBlock, to = min64(min64(b1 * kHiddenBlock, a.intermediate), from + kSpan);
-    const Block<W> b = up_block<W>(a, e.expert, from, kHiddenBlock);
-    axpy(b.run[0], b.stride, rows, a.hidden_size, plain, a.hidden_size, (to - from) * (pairs ? 2 : 1), c, 2 * kSpan);
-    if (b.runs == 2) {
-      axpy(b.run[1], b.stride, rows, a.hidden_size, plain, a.hidden_size, to - from, c + kSpan, 2 * kSpan);
+void up_axpy(const Experts& a, const ActiveExpert& e, int64_t b0, int64_t b1, const float* rows, float* c) {
+  const int64_t plain = e.rows - e.panel_rows, depth = a.hidden_size;
+  const Order order = a.gated && a.interleaved ? Order{2, 1} : Order{1, kSpan};
+  const int64_t end = min64(b1 * kHiddenBlock, a.intermediate);
+  for (int64_t from = b0 * kHiddenBlock; from < end; from += kSpan) {
+    const int64_t to = min64(end, from + kSpan);
+    const Columns<W> b = up_columns<W>(a, e.expert, from, to - from);
+    for (int64_t r = 0; r < b.runs; ++r) {
+      axpy(b.run[r], b.stride, rows, depth, plain, depth, b.size[r], c + r * kSpan, 2 * kSpan);
     }
     for (int64_t i0 = from; i0 < to; i0 += kHiddenBlock) {
-      const int64_t n = min64(kHiddenBlock, to - i0);
-      const float* ci = c + (i0 - from) * (pairs ? 2 : 1);
-      up_epilogue_rows(a, e, UpBias(a, e.expert, i0, n), i0, n, ci, 2 * kSpan, pairs ? 2 : 1, pairs ? 1 : kSpan);
+      const float* ci = c + (i0 - from) * order.step;
+      up_epilogue_rows(a, e, i0, min64(kHiddenBlock, to - i0), ci, 2 * kSpan, order);
     }
   }
 }
@@ -167,43 +175,67 @@ inline int64_t panels_end(const ActiveExpert& e, int64_t from, int64_t cap) {
   return to;
 }
 
+// Panels of blocks [b0, b1), for weights with stride 1 along n. `after` is the expert that comes next, if any.
+template <typename W>
+void up_panels_columns(const Experts& a, const ActiveExpert& e, int64_t b0, int64_t b1, const ActiveExpert* after,
+                       const Tokens& x, float* stage, float* c) {
+  const bool pairs = a.gated && a.interleaved;
+  const int64_t group = a.gated ? kWide / 2 : kWide;
+  const int64_t end = min64(b1 * kHiddenBlock, a.intermediate);
+  for (int64_t from = b0 * kHiddenBlock; from < end; from += group) {
+    const int64_t n = min64(group, end - from);
+    const Columns<W> b = up_columns<W>(a, e.expert, from, n);
+    Columns<W> next;
+    const bool more = from + n < end;
+    if (more) next = up_columns<W>(a, e.expert, from + n, min64(group, end - from - n));
+    else if (after) next = up_columns<W>(a, after->expert, 0, min64(group, a.intermediate));
+    columns_product(b, more || after ? &next : nullptr, x, a.hidden_size, stage, c);
+    const Order order = pairs ? Order{2, 1} : Order{1, b.start(1)};
+    for (int64_t j = 0; j < n; j += kHiddenBlock) {
+      up_epilogue_panels(a, e, from + j, min64(kHiddenBlock, n - j), x, c + j * order.step * (x.to - x.from), order);
+    }
+  }
+}
+
 template <typename W>
 void up(const Experts& a, int64_t begin, int64_t end, void* scratch) {
   const Layout at(a);
   float* s = static_cast<float*>(scratch);
   const int64_t depth = a.hidden_size;
+  const bool columns = a.w13.sk != 1;
   for (int64_t g = begin; g < end;) {
     const ActiveExpert& e = a.experts[g / a.blocks];
     const int64_t b0 = g % a.blocks, b1 = min64(a.blocks, b0 + (end - g));
     g += b1 - b0;
+    const ActiveExpert* after = g < end ? a.experts + g / a.blocks : nullptr;
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
     if (plain) pack_rows<W>(a, e, e.panel_rows, plain, s + at.rows);
-    if (plain && a.w13.sk != 1) up_columns<W>(a, e, b0, b1, s + at.rows, s + at.row_c);
-    Tokens x{0, 0, e.panel_rows, s + at.panels, s + at.rows, a.w13.sk == 1 ? plain : 0};
-    do {
+    if (plain && columns) up_axpy<W>(a, e, b0, b1, s + at.rows, s + at.row_c);
+    Tokens x{0, 0, e.panel_rows, s + at.panels, s + at.rows, columns ? 0 : plain};
+    while (x.from < e.panel_rows || x.plain) {
       x.to = panels_end(e, x.from, at.panel_cap);
       for (int64_t m = x.from; m < x.to;) {
         const int64_t vectors = split((e.panel_rows - m) / kLanes);
         pack_panel<W>(a, e, m, vectors, s + at.panels + (m - x.from) * depth);
         m += vectors * kLanes;
       }
-      for (int64_t blk = b0; blk < b1; ++blk) {
+      const ActiveExpert* follows = x.to >= e.panel_rows ? after : nullptr;
+      if (columns) up_panels_columns<W>(a, e, b0, b1, follows, x, s + at.stage, s + at.c);
+      for (int64_t blk = columns ? b1 : b0; blk < b1; ++blk) {
         const int64_t i0 = blk * kHiddenBlock, n = min64(kHiddenBlock, a.intermediate - i0);
         const Block<W> b = up_block<W>(a, e.expert, i0, n);
         Block<W> next;
-        const bool more = blk + 1 < b1, expert_follows = !more && g < end && x.to >= e.panel_rows;
+        const bool more = blk + 1 < b1;
         if (more) next = up_block<W>(a, e.expert, i0 + n, min64(kHiddenBlock, a.intermediate - i0 - n));
-        if (expert_follows) next = up_block<W>(a, a.experts[g / a.blocks].expert, 0, min64(kHiddenBlock, a.intermediate));
-        block_product(b, more || expert_follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
-        const UpBias bias(a, e.expert, i0, n);
-        up_epilogue_panels(a, e, bias, i0, n, x.from, x.to, s + at.c, x.to - x.from);
-        if (x.plain) {
-          up_epilogue_rows(a, e, bias, i0, n, s + at.row_c, kBlockRows, 1, kHiddenBlock);
-        }
+        else if (follows) next = up_block<W>(a, follows->expert, 0, min64(kHiddenBlock, a.intermediate));
+        block_product(b, more || follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
+        const Order order{1, kHiddenBlock};
+        up_epilogue_panels(a, e, i0, n, x, s + at.c, order);
+        if (x.plain) up_epilogue_rows(a, e, i0, n, s + at.row_c, kBlockRows, order);
       }
       x.plain = 0;
       x.from = x.to;
-    } while (x.from < e.panel_rows);
+    }
   }
 }
 
@@ -217,30 +249,6 @@ inline void add_row(const Experts& a, const ActiveExpert& e, int64_t r, int64_t 
   store_n(out, load_n(out, n) + scale * (v + load(bias)), n);
 }
 
-inline void down_epilogue_panels(const Experts& a, const ActiveExpert& e, const float* bias, int64_t n0, int64_t n,
-                                 int64_t from, int64_t to, const float* c, int64_t ldc) {
-  for (int64_t m = from; m < to; m += kLanes) {
-    const int64_t rows = min64(kLanes, e.rows - m);
-    for (int64_t j = 0; j < n; j += kLanes) {
-      Vec t[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) {
-        t[i] = j + i < round_up(n, kTile) ? load(c + (j + i) * ldc + (m - from)) : Vec{};
-      }
-      transpose(t);
-      for (int64_t i = 0; i < rows; ++i) add_row(a, e, m + i, n0 + j, n - j, bias + j, t[i]);
-    }
-  }
-}
-
-inline void down_epilogue_rows(const Experts& a, const ActiveExpert& e, const float* bias, int64_t n0, int64_t n,
-                               const float* c, int64_t ldc) {
-  for (int64_t r = e.panel_rows; r < e.rows; ++r) {
-    for (int64_t j = 0; j < n; j += kLanes) {
-      add_row(a, e, r, n0 + j, n - j, bias + j, load(c + (r - e.panel_rows) * ldc + j));
-    }
-  }
-}
-
 struct DownBias {
   float value[kOutBlock];
   DownBias(const Experts& a, int64_t expert, int64_t n0, int64_t n) {
@@ -248,16 +256,62 @@ struct DownBias {
   }
 };
 
+// Columns [n0, n0 + n), n <= kOutBlock; c[row][token].
+inline void down_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t n0, int64_t n, const Tokens& x,
+                                 const float* c) {
+  const DownBias bias(a, e.expert, n0, n);
+  const int64_t ldc = x.to - x.from;
+  for (int64_t m = x.from; m < x.to; m += kLanes) {
+    const int64_t rows = min64(kLanes, e.rows - m);
+    for (int64_t j = 0; j < n; j += kLanes) {
+      Vec t[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        t[i] = j + i < round_up(n, kTile) ? load(c + (j + i) * ldc + (m - x.from)) : Vec{};
+      }
+      transpose(t);
+      for (int64_t i = 0; i < rows; ++i) add_row(a, e, m + i, n0 + j, n - j, bias.value + j, t[i]);
+    }
+  }
+}
+
+inline void down_epilogue_rows(const Experts& a, const ActiveExpert& e, int64_t n0, int64_t n, const float* c,
+                               int64_t ldc) {
+  const DownBias bias(a, e.expert, n0, n);
+  for (int64_t r = e.panel_rows; r < e.rows; ++r) {
+    for (int64_t j = 0; j < n; j += kLanes) {
+      add_row(a, e, r, n0 + j, n - j, bias.value + j, load(c + (r - e.panel_rows) * ldc + j));
+    }
+  }
+}
+
 // The plain rows of columns [begin, end), for weights with stride 1 along n.
 template <typename W>
-void down_columns(const Experts& a, const ActiveExpert& e, int64_t begin, int64_t end, const float* rows, float* c) {
+void down_axpy(const Experts& a, const ActiveExpert& e, int64_t begin, int64_t end, const float* rows, float* c) {
+  const int64_t depth = a.intermediate;
   for (int64_t from = begin; from < end; from += kSpan) {
     const int64_t to = min64(end, from + kSpan);
-    const Block<W> b = down_block<W>(a, e.expert, from, kOutBlock);
-    axpy(b.run[0], b.stride, rows, a.intermediate, e.rows - e.panel_rows, a.intermediate, to - from, c, 2 * kSpan);
+    const Columns<W> b = down_columns<W>(a, e.expert, from, to - from);
+    axpy(b.run[0], b.stride, rows, depth, e.rows - e.panel_rows, depth, to - from, c, 2 * kSpan);
     for (int64_t n0 = from; n0 < to; n0 += kOutBlock) {
-      const int64_t n = min64(kOutBlock, to - n0);
-      down_epilogue_rows(a, e, DownBias(a, e.expert, n0, n).value, n0, n, c + (n0 - from), 2 * kSpan);
+      down_epilogue_rows(a, e, n0, min64(kOutBlock, to - n0), c + (n0 - from), 2 * kSpan);
+    }
+  }
+}
+
+// Panels of columns [begin, end), for weights with stride 1 along n. `after` is the expert that comes next, if any.
+template <typename W>
+void down_panels_columns(const Experts& a, const ActiveExpert& e, int64_t begin, int64_t end, const ActiveExpert* after,
+                         const Tokens& x, float* stage, float* c) {
+  for (int64_t from = begin; from < end; from += kWide) {
+    const int64_t n = min64(kWide, end - from);
+    const Columns<W> b = down_columns<W>(a, e.expert, from, n);
+    Columns<W> next;
+    const bool more = from + n < end;
+    if (more) next = down_columns<W>(a, e.expert, from + n, min64(kWide, end - from - n));
+    else if (after) next = down_columns<W>(a, after->expert, begin, min64(kWide, end - begin));
+    columns_product(b, more || after ? &next : nullptr, x, a.intermediate, stage, c);
+    for (int64_t j = 0; j < n; j += kOutBlock) {
+      down_epilogue_panels(a, e, from + j, min64(kOutBlock, n - j), x, c + j * (x.to - x.from));
     }
   }
 }
@@ -267,31 +321,34 @@ void down(const Experts& a, int64_t begin, int64_t end, void* scratch) {
   const Layout at(a);
   float* s = static_cast<float*>(scratch);
   const int64_t depth = a.intermediate;
+  const bool columns = a.w2.sk != 1;
   for (int64_t index = 0; index < a.active; ++index) {
     const ActiveExpert& e = a.experts[index];
+    const ActiveExpert* after = index + 1 < a.active ? &e + 1 : nullptr;
     const float* hidden = a.hidden + e.hidden_row * depth;
     const float* rows = hidden + e.panel_rows * depth;
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
-    if (plain && a.w2.sk != 1) down_columns<W>(a, e, begin, end, rows, s + at.row_c);
-    Tokens x{0, 0, e.panel_rows, hidden, rows, a.w2.sk == 1 ? plain : 0};
-    do {
+    if (plain && columns) down_axpy<W>(a, e, begin, end, rows, s + at.row_c);
+    Tokens x{0, 0, e.panel_rows, hidden, rows, columns ? 0 : plain};
+    while (x.from < e.panel_rows || x.plain) {
       x.to = panels_end(e, x.from, at.panel_cap);
       x.panels = hidden + x.from * depth;
-      for (int64_t n0 = begin; n0 < end; n0 += kOutBlock) {
+      const ActiveExpert* follows = x.to >= e.panel_rows ? after : nullptr;
+      if (columns) down_panels_columns<W>(a, e, begin, end, follows, x, s + at.stage, s + at.c);
+      for (int64_t n0 = columns ? end : begin; n0 < end; n0 += kOutBlock) {
         const int64_t n = min64(kOutBlock, end - n0);
         const Block<W> b = down_block<W>(a, e.expert, n0, n);
         Block<W> next;
-        const bool more = n0 + n < end, expert_follows = !more && index + 1 < a.active && x.to >= e.panel_rows;
+        const bool more = n0 + n < end;
         if (more) next = down_block<W>(a, e.expert, n0 + n, min64(kOutBlock, end - n0 - n));
-        if (expert_follows) next = down_block<W>(a, a.experts[index + 1].expert, begin, min64(kOutBlock, end - begin));
-        block_product(b, more || expert_follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
-        const DownBias bias(a, e.expert, n0, n);
-        down_epilogue_panels(a, e, bias.value, n0, n, x.from, x.to, s + at.c, x.to - x.from);
-        if (x.plain) down_epilogue_rows(a, e, bias.value, n0, n, s + at.row_c, kBlockRows);
+        else if (follows) next = down_block<W>(a, follows->expert, begin, min64(kOutBlock, end - begin));
+        block_product(b, more || follows ? &next : nullptr, x, depth, s + at.stage, s + at.c, s + at.row_c);
+        down_epilogue_panels(a, e, n0, n, x, s + at.c);
+        if (x.plain) down_epilogue_rows(a, e, n0, n, s + at.row_c, kBlockRows);
       }
       x.plain = 0;
       x.from = x.to;
-    } while (x.from < e.panel_rows);
+    }
   }
   // Whoever summed these columns also rounds them.
   if (static_cast<const void*>(a.sum) == a.out) return;

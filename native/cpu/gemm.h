@@ -15,16 +15,22 @@ namespace {
 constexpr int64_t kTile = ascend_deep_cpu::kTileRows;
 constexpr int64_t kAcc = kLanes == 16 ? 8 : 4;  // weight rows held in registers: 32 registers, or 16
 
-// What to prefetch during a product: lines first .. last of eight streams, one of each every `every` elements of k.
+// What to prefetch during a product: one line of each of the streams first .. last every `every` elements of k. A stream
+// is `wrap` neighbouring lines, then as many at a distance of `jump` bytes, and so on.
 struct Ahead {
   const char* stream[kTile];
-  int64_t step = 64;   // bytes
   int64_t every = 16;  // elements of k, a multiple of 16
+  int64_t wrap = INT32_MAX;
+  int64_t jump = 0;
+  int64_t end = INT32_MAX;  // lines of a stream
   int64_t first = 0, last = 0;
 
   AD_INLINE void issue(int64_t k) const {
-    if (k % every) return;
-    for (int64_t j = first; j < last; ++j) __builtin_prefetch(stream[j] + k / every * step, 0, 2);
+    if (first == last || k % every) return;
+    const auto line = static_cast<uint32_t>(k / every), run = static_cast<uint32_t>(wrap);
+    if (line >= end) return;
+    const int64_t at = line / run * jump + line % run * 64;
+    for (int64_t j = first; j < last; ++j) __builtin_prefetch(stream[j] + at, 0, 2);
   }
 };
 
@@ -77,26 +83,32 @@ void dot8(const W* const* rows, const float* x, int64_t ldx, int64_t tokens, int
   }
 }
 
-template <int MV>
-AD_INLINE void outer_tile(const float* const* rows, int64_t sk, const float* panel, int64_t depth, const Ahead& ahead,
+template <int MV, int SK>
+AD_INLINE void outer_tile(const float* const* rows, const float* panel, int64_t depth, bool add, const Ahead& ahead,
                           float* c, int64_t ldc) {
   const float* r[kAcc];
   for (int j = 0; j < kAcc; ++j) r[j] = rows[j];
   Vec acc[kAcc][MV] = {};
-  int64_t k = 0;
+  if (add) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kAcc; ++j) {
+#pragma GCC unroll 8
+      for (int m = 0; m < MV; ++m) acc[j][m] = load(c + j * ldc + m * kLanes);
+    }
+  }
   auto step = [&](int64_t kk) __attribute__((always_inline)) {
     Vec xv[MV];
 #pragma GCC unroll 8
     for (int m = 0; m < MV; ++m) xv[m] = load(panel + kk * (MV * kLanes) + m * kLanes);
 #pragma GCC unroll 8
     for (int j = 0; j < kAcc; ++j) {
-      const Vec w = splat(r[j][kk * sk]);
+      const Vec w = splat(r[j][kk * SK]);
 #pragma GCC unroll 8
       for (int m = 0; m < MV; ++m) acc[j][m] += w * xv[m];
     }
   };
   constexpr int64_t kUnroll = 4;
-  for (; k + 16 <= depth; k += 16) {
+  for (int64_t k = 0; k + 16 <= depth; k += 16) {
     ahead.issue(k);
     for (int64_t u = 0; u < 16; u += kUnroll) {
 #pragma GCC unroll 4
@@ -111,14 +123,14 @@ AD_INLINE void outer_tile(const float* const* rows, int64_t sk, const float* pan
   }
 }
 
-// One panel: vectors * kLanes tokens, [depth][vectors * kLanes]. sk is the stride of rows along k.
-inline void outer8(const float* const* rows, int64_t sk, const float* panel, int64_t vectors, int64_t depth,
-                   Ahead ahead, float* c, int64_t ldc) {
+// One panel: vectors * kLanes tokens, [depth][vectors * kLanes]. SK is the stride of rows along k. `add`: onto c.
+template <int SK>
+void outer8(const float* const* rows, const float* panel, int64_t vectors, int64_t depth, bool add, Ahead ahead,
+            float* c, int64_t ldc) {
   for (int64_t j = 0; j < kTile; j += kAcc) {
-    const int64_t s = sk == 1 ? 1 : sk;
-    if (vectors == 3) outer_tile<3>(rows + j, s, panel, depth, ahead, c + j * ldc, ldc);
-    else if (vectors == 2) outer_tile<2>(rows + j, s, panel, depth, ahead, c + j * ldc, ldc);
-    else outer_tile<1>(rows + j, s, panel, depth, ahead, c + j * ldc, ldc);
+    if (vectors == 3) outer_tile<3, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    else if (vectors == 2) outer_tile<2, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    else outer_tile<1, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
     ahead.last = ahead.first;
   }
 }
