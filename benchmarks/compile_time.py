@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
