@@ -32,8 +32,6 @@ class Indexer:
         logits: dtype of the result.
         sums: arithmetic of the sum over heads; what differs from f32 is part of the accuracy report.
         row_bytes: the row pitch of the result is a multiple of this.
-        tile_keys: a dense result's rows are this much longer than the keys.
-        split_keys: from this many keys on, a second call for the last tile is cheaper than a compressed result.
         clean: the library can write -inf outside the ranges (dense results only).
         compressed_only: the result is always compressed.
     """
@@ -50,8 +48,6 @@ class Indexer:
     logits: torch.dtype
     sums: str
     row_bytes: int
-    tile_keys: int
-    split_keys: int
     clean: bool
     compressed_only: bool
 
@@ -69,8 +65,6 @@ SM90 = Indexer(
     logits=torch.float32,
     sums="f32",
     row_bytes=1024,
-    tile_keys=256,
-    split_keys=4096,
     clean=True,
     compressed_only=False,
 )
@@ -88,8 +82,6 @@ SM100 = Indexer(
     logits=torch.bfloat16,
     sums="f32 products, bf16 ReLU, weights and sum over heads",
     row_bytes=1024,
-    tile_keys=256,
-    split_keys=4096,
     clean=True,
     compressed_only=False,
 )
@@ -107,8 +99,6 @@ ASCEND = Indexer(
     logits=torch.bfloat16,
     sums="f32 products, bf16 ReLU, weights and sum over heads",
     row_bytes=512,
-    tile_keys=0,
-    split_keys=0,
     clean=False,
     compressed_only=True,
 )

@@ -9,7 +9,6 @@ everything outside the ranges becomes -inf where the caller asks for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -144,17 +143,10 @@ def logits(
 ) -> Tensor:
     """The op ``mqa_logits`` for B = 1: contiguous [1, S, T or max_seqlen_k]."""
     keys = kv.shape[1]
-
-    def call(**changes: Any) -> Tensor:
-        given: dict[str, Any] = {"kv": kv, "kv_sf": kv_sf, "ks": ks, "ke": ke} | changes
-        return raw_logits(library, row, q, q_sf, weights=weights, scale=scale, **given)
-
+    call = functools.partial(raw_logits, library, row, q, q_sf, kv, kv_sf, weights, ks, ke, scale=scale)
     bounded = ks is not None or ke is not None
     unit = row.row_bytes // row.logits.itemsize
-    whole = None if max_seqlen_k or row.compressed_only else _dense(row, call, kv, kv_sf, ks, ke, clean and bounded)
-    if whole is not None:
-        out = whole
-    elif max_seqlen_k or ks is None:
+    if max_seqlen_k or ks is None:
         # With every range at 0 compressed and dense are the same, and a compressed result of a full row has no padding.
         columns = max_seqlen_k or (keys if row.compressed_only or keys % unit == 0 else 0)
         out = call(columns=columns).contiguous()
@@ -166,43 +158,6 @@ def logits(
     else:
         out = call(columns=0, clean=clean).contiguous()
     return out.unsqueeze(0).to(out_dtype or torch.float32)
-
-
-def _dense(
-    row: Indexer,
-    call: Callable[..., Tensor],
-    kv: Tensor,
-    kv_sf: Tensor | None,
-    ks: Tensor | None,
-    ke: Tensor | None,
-    clean: bool,
-) -> Tensor | None:
-    """A dense result [S, T] without padding and without copying it; ``None`` where that is impossible or slower.
-
-    The library's rows are a tile of keys longer than the keys it is given. So it gets all keys but the last tile's, which
-    makes its rows as long as ours, and those of the last tile in a second call.
-    """
-    keys, tile = kv.shape[1], row.tile_keys
-    if keys < row.split_keys or keys % (row.row_bytes // row.logits.itemsize):
-        return None
-    head = keys - tile
-
-    def part(begin: int, end: int) -> Tensor:
-        return call(
-            kv=kv[:, begin:end],
-            kv_sf=None if kv_sf is None else kv_sf[:, begin:end],
-            ks=None if ks is None else ks - begin,
-            ke=None if ke is None else ke - begin,
-            columns=0,
-            clean=clean,
-        )
-
-    first = part(0, head)
-    if first.stride() != (keys, 1):  # a version of the library that pads in another way
-        return None
-    out = first.as_strided((first.shape[0], keys), (keys, 1))
-    out[:, head:].copy_(part(head, keys))
-    return out
 
 
 def _spread(compressed: Tensor, ks: Tensor, ke: Tensor | None, keys: int) -> Tensor:

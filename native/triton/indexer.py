@@ -33,7 +33,7 @@ __all__ = [
     "topk_of_blocks",
 ]
 
-WORKSPACE_BYTES = 128 << 20
+WORKSPACE_BYTES = 256 << 20
 RANK_LAST_KEY = 0x007FFFFF  # the key of -inf
 
 
@@ -84,7 +84,7 @@ def launch_logits(
         return
     if q.stride(3) != 1:
         q = q.contiguous()
-    tile = tile or tile_for(q.element_size(), depth, queries, keys)
+    tile = tile or tile_for(q.element_size(), depth)
     block_h = power_of_two(heads)
     per_tile = min(max(tile.columns // block_h, 1), power_of_two(queries))
     per_tile = max(per_tile, 16 // block_h)  # the smallest tile of the tensor cores

@@ -77,8 +77,6 @@ _TILES = {
     2: Tile(columns=128, keys=64, warps=4, stages=2),
     4: Tile(columns=64, keys=64, warps=4, stages=2),
 }
-# fp8, many queries of many keys each: programs are long, so that fewer of them at a time do not hurt.
-_LONG = Tile(columns=128, keys=128, warps=4, stages=3)
 # By elements of q and kv rows beyond 128: one query at a time, so that shared memory suffices.
 _DEEP = Tile(columns=64, keys=64, warps=4, stages=2)
 
@@ -88,19 +86,15 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def tile_for(element_size: int, depth: int, queries: int, keys: int) -> Tile:
+def tile_for(element_size: int, depth: int) -> Tile:
     """The tile for q and kv with ``element_size`` bytes per element and D = ``depth``."""
-    if depth > 128:
-        return _DEEP
-    if element_size == 1 and queries >= 512 and keys > 16384:
-        return _LONG
-    return _TILES[element_size]
+    return _TILES[element_size] if depth <= 128 else _DEEP
 
 
 def block_for(columns: int) -> Block:
     """The selection from rows of up to ``MAX_BLOCK`` scores."""
     keys = power_of_two(columns, 128)
-    return Block(keys, min(max(keys // 1024, 1), 16))
+    return Block(keys, min(max(keys // 1024, 1), 16), 128)
 
 
 def long_for(rows: int, columns: int, topk: int) -> Long:

@@ -78,9 +78,8 @@ def test_ranges_scales_and_compressed() -> None:
     torch.testing.assert_close(scaled, direct(b), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [3840, 4096, 8192])
-def test_ranges_on_both_sides_of_the_split(keys: int) -> None:
-    """From 4096 keys on, the last tile of keys is computed by a call of its own."""
+@pytest.mark.parametrize("keys", [3840, 4097])
+def test_ranges_of_many_keys(keys: int) -> None:
     a = make(301, 64, 128, keys)
     ks = torch.randint(-9, keys, (1, 301), device="cuda")
     ke = ks + torch.randint(-5, keys, (1, 301), device="cuda")
