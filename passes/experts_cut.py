@@ -200,7 +200,7 @@ def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Ref
 
 
 def regions(
-    view: GraphView, name: str, pair: Pair, leaves: Mapping[str, Term], tokens: Any, hidden: Any, rows: Any, slots: int,
+    view: GraphView, name: str, pair: Pair, leaves: Mapping[str, Term], tokens: Any, hidden: Any, rows: Any, slots: Any,
     hints: Mapping[str, Any] | None = None,
 ) -> Sequence[Region] | Refusal:  # fmt: skip
     """Find what is still missing (biases, routing weights, the sum) and slice.
@@ -219,7 +219,7 @@ def regions(
     if problem is not None:
         return problem
     if "weights" not in found:
-        return Refusal("the routing weights were not found: nothing scales the experts' rows.", outputs[0])
+        return Refusal(f"the routing weights were not found: no tensor of {rows} elements scales the rows.", outputs[0])
     order = {
         "x": found["x"],
         "idx": found["idx"],
@@ -229,18 +229,39 @@ def regions(
         "w2": second.stored,
         "b2": found.get("b2"),
     }
-    inputs = {role: _node(term) for role, term in order.items() if term is not None}
-    if None in inputs.values():
-        return Refusal("an input of the block has no node of its own.", second.term.node)
+    inputs = _read_by(view, outputs[0], {role: term for role, term in order.items() if term is not None})
+    if isinstance(inputs, Refusal):
+        return inputs
     compute = str(first.weight.dtype).removeprefix("torch.")
-    facts = {"kind": first.kind, "slots": slots, "compute": compute, **(hints or {})}
-    cuts = [slice_region(view, name, inputs, [out], facts) for out in outputs]  # type: ignore[arg-type]
+    if not isinstance(slots, int) and len(found["idx"].shape) != 2:
+        return Refusal("the number of experts per token is only known at run time, and ids are not [T, K].", outputs[0])
+    columns = slots if isinstance(slots, int) else 0  # 0: as many as idx has
+    facts = {"kind": first.kind, "slots": columns, "compute": compute, **(hints or {})}
+    cuts = [slice_region(view, name, inputs, [out], facts) for out in outputs]
     good = [c for c in cuts if isinstance(c, Region)]
     return good or next(c for c in cuts if isinstance(c, Refusal))
 
 
-def _node(term: Term) -> fx.Node | None:
-    return term.node
+def _read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[str, fx.Node] | Refusal:
+    """The node of each role that the block itself reads: a model may compute one value twice."""
+    leaves = {term.number: role for role, term in roles.items()}
+    found: dict[str, fx.Node] = {}
+    seen: set[fx.Node] = set()
+    pending = [out]
+    while pending:
+        node = pending.pop()
+        if node in seen or (view.tensor(node) is None and op_name(node) == ""):
+            continue
+        seen.add(node)
+        role = leaves.get(view.terms.term(node).number)
+        if role is not None:
+            found.setdefault(role, node)
+        else:
+            pending.extend(node.all_input_nodes)
+    for role in roles:
+        if role not in found:
+            return Refusal(f"the block does not read the {role} that its products belong to.", out)
+    return {role: found[role] for role in roles}
 
 
 def stored_problem(pair: Pair) -> Refusal | None:
@@ -277,8 +298,8 @@ def stored_problem(pair: Pair) -> Refusal | None:
 
 
 # -- leaves ---------------------------------------------------------------------------------------------------------
-def _expert_ids(first: Product) -> tuple[Term, int] | None:
-    """The ids [.., K] that route rows to experts, and K."""
+def _expert_ids(first: Product) -> tuple[Term, Any] | None:
+    """The ids [.., K] that route rows to experts, and K (an expression if it is symbolic)."""
     slots = None
     start = first.ids
     if start is None:
@@ -299,7 +320,7 @@ def _expert_ids(first: Product) -> tuple[Term, int] | None:
         return None
     if slots is None:
         slots = ids.shape[-1] if len(ids.shape) > 1 else 1
-    return (ids, slots) if isinstance(slots, int) and slots > 0 else None
+    return (ids, slots) if slots != 0 else None
 
 
 def _index_terms(rows: Term) -> Iterator[Term]:
@@ -362,7 +383,7 @@ def _is_moved(term: Term) -> bool:
     return term.op in (*_MOVES, "Rows")
 
 
-def _weights(term: Term, rows: Any, slots: int, ids: Term) -> Term | None:
+def _weights(term: Term, rows: Any, slots: Any, ids: Term) -> Term | None:
     """The routing weights [.., K] of which ``term`` is a moved copy."""
     gathers = [
         t for t in _chain(term) if (t.op == "Rows" and t.args[1].mentions(ids)) or (t.op == "Mask" and t.mentions(ids))
@@ -386,7 +407,7 @@ def _chain(term: Term) -> list[Term]:
 
 
 def _frontier(
-    view: GraphView, pair: Pair, out: fx.Node, rows: Any, slots: int, found: dict[str, Term]
+    view: GraphView, pair: Pair, out: fx.Node, rows: Any, slots: Any, found: dict[str, Term]
 ) -> Refusal | None:
     """Classify every tensor that the block reads beside tokens, ids and expert weights: biases, routing weights."""
     first, second = pair.first, pair.second

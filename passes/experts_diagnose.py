@@ -37,8 +37,8 @@ def shapes_sentence(region: Region) -> str:
     """What is wrong with the weight shapes."""
     w13, w2, x = (tuple(region.inputs[r].meta["val"].shape) for r in ("w13", "w2", "x"))
     return (
-        f"expert weights of shapes {list(w13)} and {list(w2)} do not fit tokens of size {x[-1]}: the first product must be "
-        "2·I (gate and up) or I wide and the second I deep."
+        f"expert weights of shapes {list(w13)} and {list(w2)} do not fit tokens of size {x[-1]}: the first product "
+        "must be 2·I (gate and up) or I wide and the second I deep."
     )
 
 

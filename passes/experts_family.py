@@ -42,11 +42,12 @@ class Case:
         tensors.update({role: torch.zeros_like(tensors[role]) for role in zero if role in tensors})
         (result,) = widened(region.program).run(dims, tensors)
         self.x = tensors["x"].reshape(-1, tensors["x"].shape[-1])
-        self.idx = tensors["idx"].reshape(-1, shape.slots).long()
+        slots = dims.size(shape.slots)
+        self.idx = tensors["idx"].reshape(-1, slots).long()
         weights = tensors["weights"]
         for target, kwargs in score_chain(region.hints):
             weights = target(weights, **{k: torch.float64 if k == "dtype" else v for k, v in kwargs.items()})
-        self.weights = weights.reshape(-1, shape.slots)
+        self.weights = weights.reshape(-1, slots)
         self.w13, self.w2 = tensors["w13"], tensors["w2"]
         if shape.layout == "enk":
             self.w13, self.w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
@@ -205,13 +206,13 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
         )  # fmt: skip
     x = cast(x, originals["x"].dtype, dtype)
     idx, weights, have = inputs["idx"], inputs["weights"], originals["weights"].dtype
-    if originals["idx"].dim() != 2 or originals["idx"].shape[-1] != slots:
+    if originals["idx"].dim() != 2 or (slots and originals["idx"].shape[-1] != slots):
         idx = build.call(aten.reshape.default, idx, [-1, slots])
     idx = idx if originals["idx"].dtype in (torch.int64, torch.int32) else cast(idx, torch.int16, torch.int64)
     for target, kwargs in score_chain(region.hints):
         weights = build.call(target, weights, **kwargs)
         have = kwargs.get("dtype", have)
-    if originals["weights"].dim() != 2 or originals["weights"].shape[-1] != slots:
+    if originals["weights"].dim() != 2 or (slots and originals["weights"].shape[-1] != slots):
         weights = build.call(aten.reshape.default, weights, [-1, slots])
     if have not in (torch.float32, dtype):
         weights = cast(weights, have, torch.float32)

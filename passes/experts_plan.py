@@ -34,7 +34,7 @@ class Shape:
 
     layout: str
     tokens: Any
-    slots: int
+    slots: Any
     experts: int
     hidden: Any
     inner: Any
@@ -54,13 +54,18 @@ def layouts(region: Region) -> list[Shape]:
     """The weight layouts that the shapes allow: one, or both if the sizes coincide."""
     w13, w2 = _val(region.inputs["w13"]), _val(region.inputs["w2"])
     x = _val(region.inputs["x"])
-    hidden, slots = x[-1], int(region.hints["slots"])
+    hidden, slots = x[-1], _slots(region)
     tokens = numel(x[:-1])
     found = []
     for layout, (n, h), (h2, i) in (("enk", w13[1:], w2[1:]), ("ekn", w13[:0:-1], w2[:0:-1])):
         if h == hidden and h2 == hidden and n in (i, 2 * i):
             found.append(Shape(layout, tokens, slots, w13[0], hidden, i, n))
     return found
+
+
+def _slots(region: Region) -> Any:
+    """K: what the cut found, or the number of columns of idx."""
+    return int(region.hints["slots"]) or _val(region.inputs["idx"])[-1]
 
 
 def shape_of(region: Region, layout: str) -> Shape:
@@ -83,12 +88,13 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     lead = list(x[:-1])
     perfect: list[Dims] = []
     usable: list[Dims] = []
-    pins = [shape.experts, shape.slots, shape.experts * shape.slots]
+    few = _few(shape)
+    pins = [shape.experts, few, shape.experts * few]
     hiddens = [*_HIDDEN, *(s for s in pins if s not in _HIDDEN), *(2 * i for i in pins)]
     inners = [*_INNER, *(s for s in pins if s not in _INNER)]
     for tokens in _lead_sizes(lead, [*_TOKENS, *pins, 2 * shape.experts]):
         rows = math.prod(tokens)
-        for hidden, inner in itertools.product([*hiddens, rows * shape.slots, rows * shape.experts], inners):
+        for hidden, inner in itertools.product([*hiddens, rows * few, rows * shape.experts], inners):
             if shape.experts * hidden * inner > _LARGEST:
                 continue
             pairs = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
@@ -104,6 +110,11 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
             if len(usable) > 64:
                 return perfect or usable[:count]
     return perfect or usable[:count]
+
+
+def _few(shape: Shape) -> int:
+    """K, or a small one if K is symbolic."""
+    return shape.slots if isinstance(shape.slots, int) else min(2, shape.experts)
 
 
 def _lead_sizes(lead: Sequence[Any], wanted: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -133,24 +144,25 @@ def _pairs(
         exact: also where a product of sizes equals one of them.
     """
     e, k = shape.experts, shape.slots
+    few = _few(shape)
     t = 1
     for s in tokens:
         t *= s
     wide = 2 * inner if shape.gated else inner
     yield from ((n, n) for n in (1, 0, -1))
     yield e, e
-    yield k, k
+    yield k, few
     yield from zip(lead, tokens, strict=True)  # before their product, which then has nothing left to choose
     yield shape.tokens, t
     yield shape.hidden, hidden
     yield shape.inner, inner
     yield shape.wide, wide
     products = [
-        (shape.tokens * k, t * k),
+        (shape.tokens * k, t * few),
         (shape.tokens * e, t * e),
-        (k * shape.hidden, k * hidden),
-        (k * shape.wide, k * wide),
-        (k * shape.inner, k * inner),
+        (k * shape.hidden, few * hidden),
+        (k * shape.wide, few * wide),
+        (k * shape.inner, few * inner),
         (e * shape.hidden, e * hidden),
         (e * shape.wide, e * wide),
         (e * shape.inner, e * inner),
@@ -209,7 +221,7 @@ def inputs(
         skew: routing weights over several orders of magnitude, some exactly zero.
     """
     generator = torch.Generator().manual_seed(seed)
-    slots, experts = int(region.hints["slots"]), int(region.inputs["w13"].meta["val"].shape[0])
+    slots, experts = dims.size(_slots(region)), int(region.inputs["w13"].meta["val"].shape[0])
     out: dict[str, Tensor] = {}
     for role, node in region.inputs.items():
         shape = dims.shape(node)

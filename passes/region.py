@@ -366,7 +366,7 @@ def _readable(node: fx.Node) -> str:
     """What a node is called in the model, as far as that is known: path of a parameter, else name in the graph."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", node.name)
-    return clean_module_path(str(name() if callable(name) else name))
+    return re.sub(r"\._(?:parameters|buffers)\b", "", clean_module_path(str(name() if callable(name) else name)))
 
 
 def _reads_shape_only(node: fx.Node) -> bool:
