@@ -115,7 +115,7 @@ def measure(queries: int, keys: int, rounds: int, inductor: bool = True) -> dict
     logit_options = {"scale": 1.0, "max_seqlen_k": 0, "clean": True, "out_dtype": None}
     topk_options = {"scale": 1.0, "topk": TOPK, "outside": "pad", "sorted": False}
     topk_options |= {"return_scores": False, "index_dtype": torch.int32}
-    plain = {"return_scores": False, "index_dtype": torch.int32}
+    plain: dict[str, Any] = {"return_scores": False, "index_dtype": torch.int32}
     compiled = torch.compile(scores_of_models, fullgraph=True)
     slow: dict[str, Callable[[], Any]] = {
         "eager": partial(scores_of_models, q, k, w),
