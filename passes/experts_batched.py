@@ -88,10 +88,7 @@ class ExpertsBatched:
         return experts_family.emit(build, region, inputs, solution)
 
     def _pair(self, view: GraphView, node: fx.Node) -> Pair | None:
-        term = view.terms.term(node)
-        if term.op == "aten.add":  # baddbmm
-            term = next((t for t in term.args if t.op == "Gemm"), term)
-        return pair_of(term)
+        return pair_of(view.terms.term(node))
 
 
 def _scores(view: GraphView, pair: Pair) -> tuple[Term, list[Term]] | None:

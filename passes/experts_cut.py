@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -51,7 +51,7 @@ _ON_THE_WAY = frozenset(
     for name in (
         "mul", "div", "add", "masked_fill", "where", "index", "index_select", "gather", "view", "reshape",
         "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "permute", "transpose", "t", "_to_copy", "to",
-        "type_as", "clone", "contiguous", "expand",
+        "type_as", "clone", "contiguous", "expand", "select", "slice",
     )
 )  # fmt: skip
 _SUMS = frozenset(
@@ -105,6 +105,10 @@ def expert_product(term: Term) -> Product | None:
     if term.op == "GroupedGemm":
         rows, weight, offs = term.args
         return Product(term, rows, weight, stored_weight(weight), offs=offs) if len(weight.shape) == 3 else None
+    if term.op == "aten.add":
+        inner = _fused_product(term)
+        found = expert_product(inner) if inner is not None else None
+        return None if found is None else replace(found, term=term)
     if term.op not in ("Gemm", "Einsum"):
         return None
     for rows, weight in (term.args, term.args[::-1]):
@@ -117,6 +121,13 @@ def expert_product(term: Term) -> Product | None:
         if len(stored.shape) == 3 and held.op in ("placeholder", "get_attr") and rows.op not in ("placeholder",):
             return Product(term, rows, weight, stored)
     return None
+
+
+def _fused_product(term: Term) -> Term | None:
+    """The product inside a sum that one call computes (baddbmm, addmm), or ``None``."""
+    if term.op != "aten.add":
+        return None
+    return next((t for t in term.args if t.op == "Gemm" and not t.nodes), None)
 
 
 def _gather(weight: Term) -> Term | None:
@@ -163,7 +174,7 @@ def _below(term: Term, limit: int = 48) -> Iterator[Term]:
     pending = [term]
     while pending and len(seen) < limit:
         current = pending.pop(0)
-        if current.op in _PRODUCTS and current is not term:
+        if current is not term and (current.op in _PRODUCTS or _fused_product(current) is not None):
             yield current
             continue
         if current.op in _NEVER_BETWEEN:
@@ -431,7 +442,7 @@ def _frontier(
                 continue
             bias = _bias(term, first.stored.shape[0])
             if bias is not None:
-                role = "b13" if node in before_second else "b2"
+                role = "b13" if node in before_second and node not in second.term.nodes else "b2"
                 if found.setdefault(role, bias) is not bias:
                     return Refusal(f"the block adds two different biases to its {role[1:]} product.", node)
             elif term.numel == rows and "weights" not in found:

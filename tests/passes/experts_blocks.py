@@ -52,7 +52,8 @@ def hf_experts(model: str, name: str, implementation: str, dtype: torch.dtype = 
         hidden_size=HIDDEN, intermediate_size=INNER, moe_intermediate_size=INNER, moe_hidden_size=HIDDEN,
         num_local_experts=NUM_EXPERTS, num_experts=NUM_EXPERTS, n_routed_experts=NUM_EXPERTS,
         moe_num_experts=NUM_EXPERTS, hidden_act="silu", hidden_activation="gelu_pytorch_tanh", mlp_hidden_act="relu2",
-        moe_latent_size=None, mlp_gate_softcap=4.0, mlp_up_softcap=25.0, swiglu_alpha=1.625, swiglu_limit=6.5, post_norm_eps=1e-6, mlp_bias=False,
+        moe_latent_size=None, mlp_gate_softcap=4.0, mlp_up_softcap=25.0,
+        swiglu_alpha=1.625, swiglu_limit=6.5, post_norm_eps=1e-6, mlp_bias=False,
         _experts_implementation=implementation,
     )  # fmt: skip
     experts = getattr(module, name)(config)
