@@ -138,10 +138,12 @@ class Router:
 
     @staticmethod
     def canonical(region: Region, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """``outputs`` with the columns of each row in order of ids, if the block leaves the order open."""
+        """``outputs`` with the columns of each row in order of ids (of weights, without ids) if their order is open."""
         returns = str(region.hints["returns"]).split(",")
-        if region.hints["order"] != "open" or "ids" not in returns:
+        if region.hints["order"] != "open" or returns == ["dense"]:
             return tuple(outputs)
+        if "ids" not in returns:
+            return tuple(t.sort(-1).values for t in outputs)
         order = outputs[returns.index("ids")].argsort(-1)
         return tuple(t.gather(-1, order) for t in outputs)
 

@@ -42,6 +42,7 @@ class Bench:
         self.returns: tuple[str, ...] = tuple(str(region.hints["returns"]).split(","))
         self.lead: tuple[Any, ...] = tuple(logits.shape[:-1])
         self.experts = int(logits.shape[-1])
+        self.chosen = int(region.hints["topk"])
         self.dtype: torch.dtype = dtype or logits.dtype
         self.bias_shape: tuple[int, ...] = tuple(bias.meta["val"].shape) if bias is not None else ()
         self.bias_dtype: torch.dtype | None = (dtype or bias.meta["val"].dtype) if bias is not None else None
@@ -56,13 +57,6 @@ class Bench:
         name = self.region.hints["ids"]
         ids = next(n for n in self.region.nodes if n.name == name)
         return replace(self.region, outputs=(*self.region.outputs, ids))
-
-    @cached_property
-    def chosen(self) -> int:
-        """K."""
-        name = self.region.hints["ids"]
-        ids = next((n for n in self.region.nodes if n.name == name), self.region.outputs[-1])
-        return 1 if self.region.hints["squeezed"] else int(ids.meta["val"].shape[-1])
 
     # -- sizes --------------------------------------------------------------------------------------------------
     def plan(self, rows: int) -> tuple[Dims, tuple[int, ...]]:
@@ -150,7 +144,7 @@ class Bench:
 
     def _split(self, results: Sequence[Tensor], rows: int) -> tuple[Tensor | None, Tensor]:
         """(weights [rows, K] f64 or None, ids [rows, K]) of one run."""
-        ids = results[-1].reshape(rows, self.chosen)
+        ids = self._ids(results).reshape(rows, self.chosen)
         if self.returns == ("ids",):
             return None, ids
         if self.returns == ("dense",):
@@ -160,6 +154,12 @@ class Bench:
             # Anything but zero beside the chosen experts is no routing: NaN makes every comparison fail.
             return weights.masked_fill((rest != 0).any(-1, keepdim=True), torch.nan), ids
         return results[0].reshape(rows, self.chosen).double(), ids
+
+    @staticmethod
+    def _ids(results: Sequence[Any]) -> Tensor:
+        """The ids of a run; where they have no node of their own the last result is all that ``topk`` returns."""
+        last = results[-1]
+        return last if isinstance(last, Tensor) else last[1]
 
     def differentiate(self, logits: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Gradients [R, E] and [E] of ``sum(weights * grad)`` on as many rows as the region takes; f32 ``logits``.
@@ -175,7 +175,7 @@ class Bench:
             for role, tensor in inputs.items():
                 inputs[role] = tensor.detach().clone().requires_grad_()
             results = self._observed.program.run(dims, inputs)
-            output, ids = results[0], results[-1].reshape(step, self.chosen)
+            output, ids = results[0], self._ids(results).reshape(step, self.chosen)
             if not output.requires_grad:
                 return None
             cotangent = grad.repeat(-(-step // rows), 1)[:step]

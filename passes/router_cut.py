@@ -202,6 +202,10 @@ def _outputs(
     ordered = sorted(after, key=view.order.__getitem__, reverse=True)
     floats = [n for n in ordered if (t := view.tensor(n)) is not None and t.is_floating_point()]
     weights = [n for n in floats if _same_shape(view.shape(n), shape)]
+    if found.hidden:
+        for n in [*(w for w in weights if w is not found.ids), found.ids]:
+            yield "weights", (n,)
+        return
     for n in floats:
         dense = view.shape(n)[-1:] == (experts,) and _rows(view.shape(n)[:-1]) == rows and n not in weights
         if dense and not _escapes([*found.roots, found.ids], after | {found.ids}, n):
@@ -309,7 +313,8 @@ def _region(
         "returns": returns,
         "order": found.order,
         "squeezed": found.squeezed,
-        "ids": found.ids.name,
+        "ids": (found.roots[0] if found.hidden else found.ids).name,
+        "topk": 1 if found.squeezed else int(view.shape(found.ids)[-1]),
     }
     region = slice_region(view, recogniser, inputs, outputs, hints)
     if isinstance(region, Region) and returns != "dense":
@@ -350,7 +355,7 @@ def _per_expert(view: GraphView, node: fx.Node, experts: int) -> bool:
 def _order_conflict(view: GraphView, found: Selection, region: Region) -> Refusal | None:
     """Why a tensor in the block's own column order that is used outside would no longer fit the op's ids."""
     inside, outputs = set(region.nodes), set(region.outputs)
-    by_ids: set[fx.Node] = {found.ids}
+    by_ids: set[fx.Node] = set() if found.hidden else {found.ids}
     by_choice: set[fx.Node] = set(found.roots)
     for node in region.nodes:
         if node in by_ids or any(a in by_ids for a in node.all_input_nodes):

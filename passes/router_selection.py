@@ -34,6 +34,7 @@ class Selection:
         roots: the ``topk``, ``sort`` or ``argmax`` calls.
         order: of the columns: ``"descending"``, ``"ascending"`` or ``"open"``.
         squeezed: K is 1 and has no dim of its own.
+        hidden: nobody reads the ids of the ``topk``, so they have no node: ``ids`` is the node of its values instead.
     """
 
     ids: fx.Node
@@ -41,6 +42,7 @@ class Selection:
     roots: tuple[fx.Node, ...]
     order: str
     squeezed: bool = False
+    hidden: bool = False
 
 
 def named_args(node: fx.Node) -> dict[str, Any]:
@@ -75,8 +77,10 @@ def _sorted_ids(node: Any) -> fx.Node | None:
 
 def selection(view: GraphView, node: fx.Node) -> Selection | None:
     """``node`` as a selection over the last dim, or None."""
-    if node.op != "call_function" or view.dtype(node) != torch.int64:
+    if node.op != "call_function":
         return None
+    if view.dtype(node) != torch.int64:
+        return _values_alone(view, node)
     name = op_name(node)
     if node.target is operator.getitem and node.args[1] == 1:
         parent = node.args[0]
@@ -95,6 +99,16 @@ def selection(view: GraphView, node: fx.Node) -> Selection | None:
     if name in _JOINS:
         return _joined(view, node)
     return None
+
+
+def _values_alone(view: GraphView, node: fx.Node) -> Selection | None:
+    parent = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    if op_name(parent) != "aten.topk" or any(u.args[1] == 1 and u.users for u in parent.users):  # type: ignore[union-attr]
+        return None
+    args = named_args(parent)  # type: ignore[arg-type]
+    if not _along_last(view, args["self"], args["dim"]):
+        return None
+    return Selection(node, args["self"], (parent,), "descending" if args["sorted"] else "open", hidden=True)  # type: ignore[arg-type]
 
 
 def _sorted_slice(view: GraphView, node: fx.Node) -> Selection | None:

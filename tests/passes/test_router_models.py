@@ -57,7 +57,11 @@ MODELS = [
         {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
         {**SIGMOID, "n_group": 4, "topk_group": 2, "group_score": "top2", "group_fill": "neg_inf", "scale": 2.5},
     ),
-    ("glm4_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.3}, {**SIGMOID, "n_group": 1, "scale": 1.3}),
+    (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.3},
+        {**SIGMOID, "n_group": 1, "scale": 1.3},
+    ),
     ("gpt_oss", {}, {"scoring": "softmax", "select": "logits", "renorm": "none"}),
     ("llama4_text", {"interleave_moe_layer_step": 1}, {"scoring": "sigmoid", "select": "logits"}),
     ("granitemoe", {}, {"scoring": "softmax", "select": "logits"}),

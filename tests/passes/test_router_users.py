@@ -159,15 +159,19 @@ def test_ids_alone_without_bias_keep_their_scoring():
         torch._dynamo.reset()
 
 
-def test_weights_alone():
-    def f(l):
-        w = l.softmax(-1).topk(K)[0]
-        return (w / w.sum(-1, keepdim=True)).sum(0), l
+@pytest.mark.parametrize("descending", [True, False])
+def test_weights_alone(descending):
+    """Nobody reads the ids, so the graph has no node for them."""
 
-    gate, x = gated(f)
-    run, backend = compiled(gate)
-    torch.testing.assert_close(run(x)[0], gate(x)[0])
-    assert backend.one.solutions[0].attrs["renorm"] == "sum"
+    def f(l):
+        w = l.softmax(-1).topk(K, sorted=descending)[0]
+        w = w / w.sum(-1, keepdim=True) * 1.5
+        return (w if descending else w.square().sum(-1)), l
+
+    backend = check(f)
+    attrs = backend.one.solutions[0].attrs
+    assert (attrs["scoring"], attrs["renorm"], attrs["scale"]) == ("softmax", "sum", 1.5)
+    assert "aten.topk" not in backend.names()
 
 
 def test_two_routers_one_after_the_other():
