@@ -27,16 +27,8 @@ from torch import fx
 from ascend_deep.passes import experts_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
-from ascend_deep.passes.experts_cut import (
-    Pair,
-    cut_routed,
-    divide,
-    moved,
-    moved_tokens,
-    pair_of,
-    regions,
-    stored_problem,
-)
+from ascend_deep.passes.experts_cut import cut_routed, moved_tokens, regions
+from ascend_deep.passes.experts_products import Pair, divide, moved, pair_of, stored_problem
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.normal_form import Term
 from ascend_deep.passes.region import Region

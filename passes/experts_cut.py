@@ -15,35 +15,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 from torch import fx
 
 from ascend_deep.passes._types import Refusal
+from ascend_deep.passes.experts_products import MOVES, Pair, Product, divide, moved, stored_problem
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import Term, size
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = [
-    "Pair",
-    "Product",
-    "cut_routed",
-    "divide",
-    "expert_product",
-    "moved",
-    "moved_tokens",
-    "pair_of",
-    "regions",
-    "stored_problem",
-    "stored_weight",
-]
+__all__ = ["cut_routed", "moved_tokens", "regions"]
 
-_PRODUCTS = ("Gemm", "Einsum", "GroupedGemm")
-# What no activation is made of: behind it lies another layer.
-_NEVER_BETWEEN = ("Rows", "AddRows", "Expand", "aten.sum", "aten.mean")
-_MOVES = ("Reshape", "Permute", "Expand", "Cast", "Mask")
 
 # What may happen to the rows of the second product on their way to the sum over a token's experts.
 _ON_THE_WAY = frozenset(
@@ -61,128 +44,6 @@ _SUMS = frozenset(
 _OTHER_REDUCTIONS = frozenset(
     f"aten.{name}" for name in ("mean", "amax", "amin", "max", "min", "prod", "median", "logsumexp", "scatter_reduce")
 )
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product with expert weights.
-
-    Attributes:
-        term: the product.
-        rows: the operand that comes from the tokens.
-        weight: the other operand, as the product reads it.
-        stored: the weight as it is stored: gathers and transposes looked through.
-        ids: what the rows of ``stored`` are gathered by (batched form).
-        offs: where the groups end (grouped form).
-    """
-
-    term: Term
-    rows: Term
-    weight: Term
-    stored: Term
-    ids: Term | None = None
-    offs: Term | None = None
-
-    @property
-    def kind(self) -> str:
-        """``"grouped"``, ``"batched"`` or ``"dense"``."""
-        if self.offs is not None:
-            return "grouped"
-        return "dense" if self.ids is None else "batched"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two products of one block of experts. ``others``: more products beside the first (separate gate and up)."""
-
-    first: Product
-    second: Product
-    others: tuple[Product, ...] = ()
-
-
-def expert_product(term: Term) -> Product | None:
-    """``term`` as a product with expert weights, or ``None`` if it is something else."""
-    if term.op == "GroupedGemm":
-        rows, weight, offs = term.args
-        return Product(term, rows, weight, stored_weight(weight), offs=offs) if len(weight.shape) == 3 else None
-    if term.op == "aten.add":
-        inner = _fused_product(term)
-        found = expert_product(inner) if inner is not None else None
-        return None if found is None else replace(found, term=term)
-    if term.op not in ("Gemm", "Einsum"):
-        return None
-    for rows, weight in (term.args, term.args[::-1]):
-        gathered = _gather(weight)
-        if gathered is not None:
-            return Product(term, rows, weight, stored_weight(gathered.args[0]), ids=gathered.args[1])
-    for rows, weight in (term.args, term.args[::-1]):
-        stored = stored_weight(weight)
-        held = stored.args[0] if stored.op == "Cast" else stored
-        if len(stored.shape) == 3 and held.op in ("placeholder", "get_attr") and rows.op not in ("placeholder",):
-            return Product(term, rows, weight, stored)
-    return None
-
-
-def _fused_product(term: Term) -> Term | None:
-    """The product inside a sum that one call computes (baddbmm, addmm), or ``None``."""
-    if term.op != "aten.add":
-        return None
-    return next((t for t in term.args if t.op == "Gemm" and not t.nodes), None)
-
-
-def _gather(weight: Term) -> Term | None:
-    """The deepest gather of rows of a tensor [E, a, b] that ``weight`` is moved from."""
-    found = None
-    term = weight
-    while term.op in (*_MOVES, "Rows"):
-        if term.op == "Rows" and len(term.args[0].shape) == 3 and term.is_float:
-            found = term
-        term = term.args[0]
-    return found
-
-
-def stored_weight(weight: Term) -> Term:
-    """``weight`` without transposes of its last two dims."""
-    while weight.op == "Permute" and weight.attrs == (0, 2, 1) and weight.args[0].nodes:
-        weight = weight.args[0]
-    return weight
-
-
-def pair_of(term: Term) -> Pair | None:
-    """The block whose second product is ``term``, or ``None`` if no product of the same kind feeds it."""
-    second = expert_product(term)
-    if second is None:
-        return None
-    found: list[Product] = []
-    for inner in _below(second.rows):
-        product = expert_product(inner)
-        if product is None or product.kind != second.kind or product.stored is second.stored:
-            continue
-        if _experts(product) != _experts(second) or (found and product.rows is not found[0].rows):
-            continue
-        found.append(product)
-    return Pair(found[0], second, tuple(found[1:])) if found else None
-
-
-def _experts(product: Product) -> Any:
-    return product.stored.shape[0]
-
-
-def _below(term: Term, limit: int = 48) -> Iterator[Term]:
-    """Products that feed ``term`` with no other product between, nearest first."""
-    seen = {term.number}
-    pending = [term]
-    while pending and len(seen) < limit:
-        current = pending.pop(0)
-        if current is not term and (current.op in _PRODUCTS or _fused_product(current) is not None):
-            yield current
-            continue
-        if current.op in _NEVER_BETWEEN:
-            continue
-        for inner in current.args:
-            if (inner.number not in seen and inner.is_float) or inner.op in ("Split", "SplitSizes"):
-                seen.add(inner.number)
-                pending.append(inner)
 
 
 def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refusal:
@@ -275,39 +136,6 @@ def _read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[s
     return {role: found[role] for role in roles}
 
 
-def stored_problem(pair: Pair) -> Refusal | None:
-    first, second = pair.first, pair.second
-    if pair.others:
-        return Refusal(
-            "gate and up have separate weights, and the op takes one tensor that holds both.",
-            first.term.node,
-            "Store gate and up as one parameter [E, 2I, H], or call ascend_deep.prepare(model).",
-        )
-    for product, role in ((first, "first"), (second, "second")):
-        stored = product.stored
-        if stored.op == "Permute":
-            dims = list(stored.attrs)
-            return Refusal(
-                f"the weights of the {role} product are permuted by {dims}, which is not a transpose of their last two "
-                "dims.",
-                product.term.node,
-                "Store the expert weights with the expert dim first.",
-            )
-        if len(stored.shape) != 3:
-            return Refusal(
-                f"the weights of the {role} product have {len(stored.shape)} dims; [E, N, H] has three.",
-                product.term.node,
-            )
-    if first.stored.shape[0] != second.stored.shape[0]:
-        return Refusal(
-            f"the first product has {first.stored.shape[0]} experts and the second {second.stored.shape[0]}.",
-            second.term.node,
-        )
-    if first.offs is not None and first.offs is not second.offs:
-        return Refusal("the two grouped products have different offsets.", second.term.node)
-    return None
-
-
 # -- leaves ---------------------------------------------------------------------------------------------------------
 def _expert_ids(first: Product) -> tuple[Term, Any] | None:
     """The ids [.., K] that route rows to experts, and K (an expression if it is symbolic)."""
@@ -340,7 +168,7 @@ def _index_terms(rows: Term) -> Iterator[Term]:
     while True:
         if term.op == "Rows":
             yield from _ints(term.args[1])
-        if term.op in (*_MOVES, "Rows"):
+        if term.op in (*MOVES, "Rows"):
             term = term.args[0]
         elif term.op == "aten.mul":
             term = max(term.args, key=lambda t: len(t.shape) and t.shape[-1] != 1)
@@ -366,7 +194,7 @@ def moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | No
             if term.numel == elements and not any(t.shape[-1:] == (1,) or t.op == "Expand" for t in term.args):
                 break  # a product that makes the tokens, a norm's weight for one, is not a routing weight
             term = wide[0]
-        elif routed or (term.op in (*_MOVES, "Rows") and (term.numel != elements or _leads_to_rows(term, ids))):
+        elif routed or (term.op in (*MOVES, "Rows") and (term.numel != elements or _leads_to_rows(term, ids))):
             term = term.args[0]
         else:
             break
@@ -383,7 +211,7 @@ def _leads_to_rows(term: Term, ids: Term) -> bool:
         term = pending.pop()
         if term.op == "Rows" and term.args[1].mentions(ids):
             return True
-        if term.op in _MOVES:
+        if term.op in MOVES:
             pending.append(term.args[0])
         elif term.op == "aten.mul":
             pending.extend(t for t in term.args if t.numel == term.numel and t.shape[-1:] != (1,) and _is_moved(t))
@@ -391,7 +219,7 @@ def _leads_to_rows(term: Term, ids: Term) -> bool:
 
 
 def _is_moved(term: Term) -> bool:
-    return term.op in (*_MOVES, "Rows")
+    return term.op in (*MOVES, "Rows")
 
 
 def _weights(term: Term, rows: Any, slots: Any, ids: Term) -> Term | None:
@@ -411,7 +239,7 @@ def _weights(term: Term, rows: Any, slots: Any, ids: Term) -> Term | None:
 def _chain(term: Term) -> list[Term]:
     """``term`` and what it is moved from."""
     chain = []
-    while term.op in (*_MOVES, "Rows"):
+    while term.op in (*MOVES, "Rows"):
         chain.append(term)
         term = term.args[0]
     return chain
@@ -454,15 +282,6 @@ def _frontier(
 
 def _is_narrow(side: Term, product: Term) -> bool:
     return side.numel != product.numel or side.shape[-1:] == (1,) or side.op == "Expand"
-
-
-def moved(term: Term) -> Iterator[Term]:
-    """``term`` and what it is moved from, up to and including the first term that is not movement."""
-    while True:
-        yield term
-        if term.op not in (*_MOVES, "Rows"):
-            return
-        term = term.args[0]
 
 
 def _bias(term: Term, experts: Any) -> Term | None:
@@ -547,11 +366,3 @@ def _settle(view: GraphView, end: fx.Node, flat: tuple[Any, Any], x: Term) -> li
     if len(users) == 1 and table.term(users[0]).op == "Cast" and op_name(users[0]) != "aten.clone":
         return [users[0], end]
     return [end]
-
-
-def divide(a: Any, b: Any) -> Any:
-    """a / b if that is exact (also for symbolic sizes), else ``None``."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else (0 if a == 0 else None)
-    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    return None if sympy.denom(quotient) != 1 else size(quotient)

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from ascend_deep.passes import experts_plan
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.activation_family import Activated, fits, match, members, scales
-from ascend_deep.passes.experts_cut import Pair, pair_of
 from ascend_deep.passes.experts_family import Case, family_result, first_product
 from ascend_deep.passes.experts_plan import Shape
+from ascend_deep.passes.experts_products import Pair, pair_of
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Region, slice_region
 from ascend_deep.passes.stand_ins import widened

@@ -20,7 +20,8 @@ from torch import fx
 from ascend_deep.passes import experts_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
-from ascend_deep.passes.experts_cut import cut_routed, pair_of
+from ascend_deep.passes.experts_cut import cut_routed
+from ascend_deep.passes.experts_products import pair_of
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.region import Region
 
