@@ -21,11 +21,11 @@ from ascend_deep.passes.region import Dims, Region
 
 __all__ = ["Shape", "inputs", "layouts", "plans", "shape_of"]
 
-_TOKENS = (5, 7, 6, 4, 3, 9, 2, 1)
+_TOKENS = (5, 7, 6, 4, 3, 9, 2, 1, 12, 16, 24, 32, 40, 48)
 _HIDDEN = (24, 40, 16, 8, 48, 32, 12, 20)
 _INNER = (8, 16, 32, 24, 12, 20, 6)
 # Never probe with weights larger than this, in elements: the sizes of a real model.
-_LARGEST = 1 << 23
+_LARGEST = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     for tokens in _lead_sizes(lead, [*_TOKENS, *pins, 2 * shape.experts]):
         rows = math.prod(tokens)
         for hidden, inner in itertools.product([*hiddens, rows * few, rows * shape.experts], inners):
-            if shape.experts * hidden * inner > _LARGEST:
+            # The batched form gathers the weights of every pair of token and expert.
+            if max(shape.experts, rows * few) * hidden * inner > _LARGEST:
                 continue
             pairs = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
             dims = Dims.plan(pairs)

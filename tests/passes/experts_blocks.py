@@ -45,13 +45,20 @@ FAMILIES: dict[tuple[str, str], dict[str, Any]] = {
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 8
 
 
-def hf_experts(model: str, name: str, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The experts of a Hugging Face model with tiny random weights."""
+def hf_experts(
+    model: str,
+    name: str,
+    implementation: str,
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int, int] = (NUM_EXPERTS, HIDDEN, INNER),
+) -> nn.Module:
+    """The experts of a Hugging Face model with random weights; sizes are E, H, I."""
+    experts_count, hidden, inner = sizes
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     config = SimpleNamespace(
-        hidden_size=HIDDEN, intermediate_size=INNER, moe_intermediate_size=INNER, moe_hidden_size=HIDDEN,
-        num_local_experts=NUM_EXPERTS, num_experts=NUM_EXPERTS, n_routed_experts=NUM_EXPERTS,
-        moe_num_experts=NUM_EXPERTS, hidden_act="silu", hidden_activation="gelu_pytorch_tanh", mlp_hidden_act="relu2",
+        hidden_size=hidden, intermediate_size=inner, moe_intermediate_size=inner, moe_hidden_size=hidden,
+        num_local_experts=experts_count, num_experts=experts_count, n_routed_experts=experts_count,
+        moe_num_experts=experts_count, hidden_act="silu", hidden_activation="gelu_pytorch_tanh", mlp_hidden_act="relu2",
         moe_latent_size=None, mlp_gate_softcap=4.0, mlp_up_softcap=25.0,
         swiglu_alpha=1.625, swiglu_limit=6.5, post_norm_eps=1e-6, mlp_bias=False,
         _experts_implementation=implementation,

@@ -7,6 +7,11 @@ import torch
 from experts_blocks import FAMILIES, HIDDEN, NUM_EXPERTS, Run, assert_near, compiled, hf_experts, routing
 from torch import nn
 
+from ascend_deep.passes import experts_batched, experts_grouped, gates
+from ascend_deep.passes.capture import capture
+from ascend_deep.passes.graph_view import GraphView
+from ascend_deep.passes.probe import isolated
+
 pytest.importorskip("transformers")
 
 NEUTRAL = {
@@ -149,3 +154,43 @@ def test_families_outside_the_table_are_left_alone(model, name, words, implement
     (reason,) = run.reasons
     assert all(w in reason for w in words), reason
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (("deepseek_v3", "DeepseekV3Experts"), (256, 8, 7168, 2048)),  # T = 2 I
+        (("gpt_oss", "GptOssExperts"), (128, 4, 2880, 2880)),  # H = I
+    ],
+    ids=["deepseek_v3", "gpt_oss"],
+)
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_real_sizes_are_solved_at_small_ones(model, sizes, tokens, implementation):
+    """Weights of 45 GB on the meta device: solving must never make a tensor of that size."""
+    experts, slots, hidden, inner = sizes
+    with torch.device("meta"):
+        block = hf_experts(*model, implementation, torch.bfloat16, (experts, hidden, inner))
+        args = (
+            torch.empty(tokens, hidden, dtype=torch.bfloat16),
+            torch.empty(tokens, slots, dtype=torch.int64),
+            torch.empty(tokens, slots),
+        )
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(capture(gm))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(*args)
+    view = GraphView(graphs[0].graph)
+    recogniser = {"grouped_mm": experts_grouped.RECOGNISER, "batched_mm": experts_batched.RECOGNISER}[implementation]
+    (anchor,) = recogniser.find(view)
+    region = recogniser.cut(view, anchor)[0]
+    with isolated():
+        solution = recogniser.solve(region)
+        largest = max(t.numel() for p in recogniser.probes(region, solution) for t in p.tensors.values())
+        proof = gates.prove(recogniser, region, solution)
+    assert {k: solution.attrs[k] for k in FAMILIES[model]} == FAMILIES[model]
+    assert isinstance(proof, gates.Proof) and largest < 1 << 22
