@@ -64,7 +64,8 @@ def explain(
     with collecting(_name(original), _modules(original)) as collector, _random_state(original):
         compiled = torch.compile(original, backend=_Backend(chosen), **_dynamo_compat.isolated())
         start = time.perf_counter()
-        compiled(*args, **kwargs)
+        with _dynamo_compat.no_recompile_limit():
+            compiled(*args, **kwargs)
         seconds = time.perf_counter() - start
     report = collector.report
     notes = () if report.graphs else ("Dynamo handed over no graph: there was nothing to compile on these inputs.",)

@@ -11,12 +11,14 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.config
 
-__all__ = ["break_mark", "breaks_since", "compile_id", "compile_root", "isolated"]
+__all__ = ["break_mark", "breaks_since", "compile_id", "compile_root", "isolated", "no_recompile_limit"]
 
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
@@ -71,3 +73,14 @@ def isolated() -> dict[str, Any]:
     """Arguments of ``torch.compile`` that keep its recompiles from counting against other compiles of the same code."""
     known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if known else {}
+
+
+@contextmanager
+def no_recompile_limit() -> Iterator[None]:
+    """Lift Dynamo's limit on recompiles of one function; only where ``isolated`` has nothing to offer (before 2.13)."""
+    if isolated():
+        yield
+        return
+    name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({name: 1 << 20, f"accumulated_{name}": 1 << 20}):
+        yield

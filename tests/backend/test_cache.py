@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ascend_deep.lowering._torch_compat import TORCH
+
 SCRIPT = """
 import json, sys
 import torch
@@ -66,7 +68,8 @@ def test_second_process(tmp_path, training):
     warm = process(tmp_path / "cache", training)
     assert warm["aot"].get("autograd_cache_hit") == 1 and not warm["aot"].get("autograd_cache_miss"), warm
     assert not warm["fx"].get("fxgraph_cache_miss"), warm
-    assert warm["runs"] == 0 and warm["cached"]
+    if TORCH >= (2, 12):  # before, the rewriting runs ahead of Inductor, and the caches hold its result
+        assert warm["runs"] == 0 and warm["cached"]
     assert warm["counts"] == cold["counts"] and warm["modules"] == cold["modules"]
 
 

@@ -1,38 +1,24 @@
-"""Fixtures of the kernel tests: they need the built library and say so if it is missing."""
+"""Tests of what the kernels raise need a torch that hands errors of stable-ABI kernels to Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from ascend_deep.native.cpu.provider import CPU, isa
+from ascend_deep.lowering._torch_compat import TORCH
 
-
-def instruction_sets() -> list[str]:
-    """Those that this CPU has, or one placeholder that fails with the reason."""
-    return [name.rstrip("*") for name in isa().split()] if CPU.unavailable() is None else ["not built"]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "each_isa" in metafunc.fixturenames:
-        metafunc.parametrize("each_isa", instruction_sets(), indirect=True)
+_RAISING = (
+    "test_bad_arguments_get_one_sentence",
+    "test_bad_routes_get_one_sentence",
+    "test_environment_forces_an_instruction_set",
+    "test_swiglu_strides",
+    "test_weights_are_not_copied",
+)
 
 
-@pytest.fixture
-def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once with every instruction set of this CPU."""
-    assert CPU.unavailable() is None, CPU.unavailable()
-    before = next(name for name in isa().split() if name.endswith("*")).rstrip("*")
-    isa(request.param)
-    yield request.param
-    isa(before)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restores the number of threads after the test."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before torch 2.13 an error in such a kernel ends the process. The ops check their arguments before they call."""
+    if TORCH >= (2, 13):
+        return
+    for item in items:
+        if getattr(item, "originalname", "") in _RAISING:
+            item.add_marker(pytest.mark.skip(reason="torch before 2.13 ends the process when a kernel raises"))
