@@ -34,7 +34,9 @@ import ascend_deep
 MODULES = ("argparse", "ast", "configparser", "datetime", "decimal", "difflib", "doctest", "inspect", "json.decoder")
 FIRST = 5  # steps in which the two runs have to agree to rounding
 WINDOW = 20  # steps of the moving average afterwards
-TIGHT, LOOSE = 1e-4, 2e-2  # relative difference of the losses: in the first steps, of the moving averages
+# Relative difference of the losses: in the first steps, of the moving averages. The second is what eager reaches with
+# itself: two eager runs of 300 steps whose first weights differ in the last bit end 0.9 to 1.3 % apart.
+TIGHT, LOOSE = 1e-4, 2e-2
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +46,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (default: %(default)s)")
     parser.add_argument("--length", type=int, default=64, help="bytes in a sequence (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="more do not help a model this small (default: %(default)s)"
+    )
     parser.add_argument("--picture", default="loss_curves.png", metavar="FILE", help="default: %(default)s")
     return parser.parse_args(argv)
 
@@ -145,6 +150,7 @@ def draw(ours: list[float], eager: list[float], path: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    torch.set_num_threads(args.threads)
     data, model = text(), build(args.layers)
     start = {k: v.clone() for k, v in model.state_dict().items()}
     steps = batches(data, args)
