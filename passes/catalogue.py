@@ -18,6 +18,7 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "experts_grouped": ("ascend_deep.passes.experts_grouped", "RECOGNISER"),
     "experts_batched": ("ascend_deep.passes.experts_batched", "RECOGNISER"),
     "router": ("ascend_deep.passes.router", "RECOGNISER"),
+    "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
 }
 
@@ -27,7 +28,7 @@ NAMES: tuple[str, ...] = tuple(_TABLE)
 TRIGGERS = frozenset(
     {
         "topk", "sort", "argsort", "argmax", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "bmm", "baddbmm",
-        "einsum", "matmul", "silu", "gelu", "sigmoid", "chunk", "split",
+        "einsum", "matmul", "relu", "silu", "gelu", "sigmoid", "chunk", "split",
     }
 )  # fmt: skip
 
