@@ -58,7 +58,7 @@ demo: install
 # One torch thread a worker: the cores are shared by the workers, not by the threads of one of them.
 test: install
 	@$(SAY) "Running the tests in $(WORKERS) processes"
-	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: install
 	@$(SAY) "Running the benchmarks"
