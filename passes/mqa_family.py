@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ascend_deep.passes._types import Refusal
+from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Program, Region
 from ascend_deep.passes.stand_ins import widened
 
@@ -55,7 +56,9 @@ def assignments(shape: Sequence[Any], names: str, sizes: Mapping[str, sympy.Expr
 
 
 def _same_order(layout: str, names: str) -> bool:
-    return len(layout) == len(names) and all(a == b or (a == "1" and b not in layout) for a, b in zip(layout, names))
+    return len(layout) == len(names) and all(
+        a == b or (a == "1" and b not in layout) for a, b in zip(layout, names, strict=True)
+    )
 
 
 def arrange(call: Callable[..., Any], x: Any, layout: str, names: str) -> Any:
@@ -89,6 +92,10 @@ def restore(call: Callable[..., Any], x: Any, layout: str) -> Any:
     return x
 
 
+def _selects(node: fx.Node) -> bool:
+    return op_name(node) == "aten.select" and len(node.args) > 2 and isinstance(node.args[2], int)
+
+
 def _run(op: Callable[..., Any], *args: Any) -> Any:
     return op(*args)
 
@@ -112,8 +119,8 @@ class Bench:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        pairs = (item.split("=") for item in str(region.hints["layout"]).split(";"))
-        self.layouts: dict[str, str] = {role: layout for role, layout in pairs}
+        items = str(region.hints["layout"]).split(";")
+        self.layouts: dict[str, str] = {i.split("=")[0]: i.split("=")[1] for i in items}
         kinds = [k for k in str(region.hints["masks"]).split(",") if k]
         self.masks = {f"mask{i}": kind for i, kind in enumerate(kinds)}
         self.chosen = int(region.hints["topk"])
@@ -129,7 +136,8 @@ class Bench:
         for role in ("q", "kv", "weights"):
             at = self.layouts[role].find(name)
             if at >= 0:
-                return self.region.inputs[role].meta["val"].shape[at]
+                size = self.region.inputs[role].meta["val"].shape[at]
+                return size if expr(size).free_symbols else int(expr(size))
         return 1
 
     # -- sizes --------------------------------------------------------------------------------------------------
@@ -138,6 +146,9 @@ class Bench:
         wanted = dict(_SMALL)
         wanted["T"] = max(wanted["T"], self.chosen + 5)
         real = {n: self.size(n) for n in wanted}
+        # A loop over heads. If their number is symbolic, run with one more than the loop has.
+        last = max((n.args[2] for n in self.region.nodes if _selects(n)), default=-1)
+        wanted["H"] = max(wanted["H"], last + (1 if isinstance(real["H"], int) else 2))
         fixed = {n: s for n, s in real.items() if isinstance(s, int) and n in "HD"}
         for plan in (wanted, {**wanted, **fixed}):
             dims = self._plan(plan, real)
@@ -187,13 +198,14 @@ class Bench:
 
     # -- runs ---------------------------------------------------------------------------------------------------
     def tensors(
-        self, dims: Dims, seed: int, dtype: torch.dtype | None = None, ladder: bool = False
+        self, dims: Dims, seed: int, dtype: torch.dtype | None = None, ladder: bool = False, sign: float = 1.0
     ) -> dict[str, Tensor]:
         """Random inputs by role at sizes ``dims``, masks that hide few keys included.
 
         Args:
             dtype: of floating inputs; None: the region's own.
             ladder: keys whose scores differ by equal steps, so that thousands of them have one order.
+            sign: that of the scale, for which the first head is on in a ladder.
         """
         g = torch.Generator().manual_seed(seed)
         found: dict[str, Tensor] = {}
@@ -211,7 +223,7 @@ class Bench:
             else:
                 found[role] = ~keep if kind == "hide" else keep
         if ladder:
-            self._make_ladder(found, g)
+            self._make_ladder(found, g, sign)
         return found
 
     @staticmethod
@@ -223,7 +235,7 @@ class Bench:
             return torch.ones(tuple(shape), dtype=torch.bool)
         return noise.argsort(at).argsort(at) >= 2
 
-    def _make_ladder(self, tensors: dict[str, Tensor], g: torch.Generator) -> None:
+    def _make_ladder(self, tensors: dict[str, Tensor], g: torch.Generator, sign: float) -> None:
         """kv[t] = (hi, lo, ...), q = a (64, 1, 0, ...): the products are a (64 hi + lo), exactly, in any dtype."""
         q, kv = tensors["q"], tensors["kv"]
         d_q, d_kv, t = self.layouts["q"].index("D"), self.layouts["kv"].index("D"), self.layouts["kv"].index("T")
@@ -231,6 +243,11 @@ class Bench:
         kv.select(d_kv, 0).copy_(rung // 64)
         kv.select(d_kv, 1).copy_(rung % 64)
         first = q.select(d_q, 0).clone()
+        head = self.layouts["q"].find("H")
+        if head >= 0:
+            first.select(head - (d_q < head), 0).abs_().mul_(sign)
+        else:
+            first.abs_().mul_(sign)
         q.zero_()
         q.select(d_q, 0).copy_(64 * first)
         q.select(d_q, 1).copy_(first)
@@ -306,7 +323,8 @@ def fit(bench: Bench) -> Fit | Refusal:
             plain = bench.run_wide(dims, bare)
             under_mask = bench.run_wide(dims, tensors)
         except Exception as e:  # any op may refuse these sizes
-            error = f"the block does not run on its own: {type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:160]}"
+            first = (str(e).strip().splitlines() or [""])[0][:160]
+            error = f"the block does not run on its own: {type(e).__name__}: {first}"
             continue
         return _explain(bench, bare, tensors, plain, under_mask)
     return Refusal(error, where)

@@ -27,8 +27,9 @@ from torch import Tensor, fx
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import GraphView, op_name
-from ascend_deep.passes.mqa_cut import anchors, cuts
+from ascend_deep.passes.mqa_cut import cuts
 from ascend_deep.passes.mqa_family import CANONICAL, Bench, arrange, fit, restore
+from ascend_deep.passes.mqa_walk import anchors
 from ascend_deep.passes.region import Dims, Region
 
 __all__ = ["RECOGNISER", "MqaIndexer"]
@@ -74,6 +75,8 @@ class MqaIndexer:
         if region.inputs["q"].meta["val"].dtype in (torch.bfloat16, torch.float16):
             notes.append("products of half precision are exact in float32: the same sum in another order.")
         attrs: dict[str, Any]
+        if len(_cases(region, found.scale)) < 3:
+            return Refusal("no inputs were found whose scores differ enough to have one order.", bench.scores)
         if not bench.chosen:
             out = bench.scores.meta["val"].dtype
             attrs = {"scale": found.scale, "max_seqlen_k": 0, "clean": True}
@@ -95,24 +98,7 @@ class MqaIndexer:
 
     def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
         """Random operands, and keys in a ladder of scores, so that the choice has one answer."""
-        bench = Bench(region)
-        dims = next(d for d in bench.plans() if _runs(bench, d))
-        cases = [("ordinary", 21), ("another seed", 22), ("a third seed", 23)]
-        if not bench.chosen:
-            return [Probe(case, seed, dims, bench.tensors(dims, seed)) for case, seed in cases]
-        depth = dims.size(bench.size("D"))
-        found = []
-        for case, seed in cases:
-            tensors = None
-            if bench.chosen <= _FEW:
-                tensors = _apart(bench, dims, seed, ladder=False)
-            if tensors is None and depth > 1:
-                case, tensors = f"{case}, a ladder of scores", _apart(bench, dims, seed, ladder=True)
-            if tensors is not None:
-                found.append(Probe(case, seed, dims, tensors))
-        if len(found) < len(cases):
-            raise ValueError("no inputs were found whose scores differ enough to have one order")
-        return found
+        return _cases(region, float(solution.attrs["scale"]))
 
     def emit(
         self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
@@ -172,6 +158,26 @@ def _mask(build: Builder, bench: Bench, inputs: Mapping[str, fx.Node]) -> fx.Nod
     return build.call(_aten.masked_fill.Scalar, wide, hide, -torch.inf)
 
 
+def _cases(region: Region, scale: float) -> list[Probe]:
+    """Up to three probes; fewer where no inputs were found."""
+    bench = Bench(region)
+    dims = next((d for d in bench.plans() if _runs(bench, d)), None)
+    if dims is None:
+        return []
+    cases = [("ordinary", 21), ("another seed", 22), ("a third seed", 23)]
+    if not bench.chosen:
+        return [Probe(case, seed, dims, bench.tensors(dims, seed)) for case, seed in cases]
+    depth = dims.size(bench.size("D"))
+    found = []
+    for case, seed in cases:
+        tensors = _apart(bench, dims, seed, scale, ladder=False) if bench.chosen <= _FEW else None
+        if tensors is None and depth > 1:
+            case, tensors = f"{case}, a ladder of scores", _apart(bench, dims, seed, scale, ladder=True)
+        if tensors is not None:
+            found.append(Probe(case, seed, dims, tensors))
+    return found
+
+
 def _runs(bench: Bench, dims: Dims) -> bool:
     try:
         bench.run_scores(dims, bench.tensors(dims, 3))
@@ -180,12 +186,13 @@ def _runs(bench: Bench, dims: Dims) -> bool:
     return True
 
 
-def _apart(bench: Bench, dims: Dims, seed: int, ladder: bool) -> dict[str, Tensor] | None:
+def _apart(bench: Bench, dims: Dims, seed: int, scale: float, ladder: bool) -> dict[str, Tensor] | None:
     """Inputs whose best scores differ by more than rounding does, in every row."""
-    for attempt in range(40):
-        tensors = bench.tensors(dims, seed + 1000 * attempt, ladder=ladder)
+    sign = 1.0 if scale > 0 else -1.0
+    for attempt in range(4 if ladder else 40):
+        tensors = bench.tensors(dims, seed + 1000 * attempt, ladder=ladder, sign=sign)
         if not ladder:
-            _first_head_counts(bench, tensors)
+            _first_head_counts(bench, tensors, sign)
         best = bench.run_scores(dims, tensors).topk(min(bench.chosen + 1, dims.size(bench.size("T")))).values
         gaps = best[..., :-1] - best[..., 1:]
         size = best.masked_fill(~best.isfinite(), 0.0).abs().amax(-1, keepdim=True)
@@ -194,12 +201,12 @@ def _apart(bench: Bench, dims: Dims, seed: int, ladder: bool) -> dict[str, Tenso
     return None
 
 
-def _first_head_counts(bench: Bench, tensors: dict[str, Tensor]) -> None:
-    """Make products of the first head positive, or scores of exactly zero tie: every ReLU off."""
+def _first_head_counts(bench: Bench, tensors: dict[str, Tensor], sign: float) -> None:
+    """Make products of the first head count, or scores of exactly zero tie: every ReLU off."""
     layouts, q, kv = bench.layouts, tensors["q"], tensors["kv"]
     if "D" not in layouts["q"] or "D" not in layouts["kv"]:
         return
-    kv.select(layouts["kv"].index("D"), 0).abs_().add_(1.0)
+    kv.select(layouts["kv"].index("D"), 0).abs_().add_(1.0).mul_(sign)
     first = q.select(layouts["q"].index("H"), 0) if "H" in layouts["q"] else q
     at = layouts["q"].index("D")
     if "H" in layouts["q"]:
