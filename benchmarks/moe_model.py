@@ -11,6 +11,7 @@ import os
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -47,12 +48,12 @@ def build(shape: Shape, dtype: torch.dtype, implementation: str) -> nn.Module:
     return Qwen3MoeForCausalLM._from_config(config, dtype=dtype, experts_implementation=implementation).eval()
 
 
-def contenders(shape: Shape, dtype: torch.dtype, tokens: int, compiled: bool) -> dict[str, nn.Module]:
+def contenders(shape: Shape, dtype: torch.dtype, tokens: int, compiled: bool) -> dict[str, Any]:
     """Name to model. ``batched_mm`` only where the weights that it gathers fit into memory."""
     gathered = tokens * shape.topk * shape.weights_per_expert() * dtype.itemsize
     implementations = ["eager", "grouped_mm"] + (["batched_mm"] if gathered <= MAX_GATHER_BYTES else [])
     ours = torch.compile(build(shape, dtype, "grouped_mm"), backend="ascend_deep")
-    found: dict[str, nn.Module] = {"ascend_deep": ours}
+    found: dict[str, Any] = {"ascend_deep": ours}
     for implementation in implementations:
         model = build(shape, dtype, implementation)
         found["eager loop" if implementation == "eager" else implementation] = model
