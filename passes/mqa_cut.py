@@ -102,13 +102,14 @@ def _follow(view: GraphView, products: list[fx.Node], scores: fx.Node) -> Found 
 
 def _order_of_roles(view: GraphView, found: Found) -> Refusal | None:
     factors = found.factors
+    lead = [s for s in view.shape(found.scores)[:-1] if expr(s) != 1]
+    if len(lead) > 2 and numel(view, found.scores) == numel(view, found.products[0]):
+        return Refusal(
+            "every head ranks the keys on its own: there is no sum over the heads before the top-k, and the op chooses "
+            "one set of keys for all heads.",
+            found.scores,
+        )
     if not factors:
-        if numel(view, found.scores) == sum(numel(view, p) for p in found.products):
-            return Refusal(
-                "every head ranks the keys on its own: there is no sum over the heads before the top-k, and the op "
-                "chooses one set of keys for all heads.",
-                found.scores,
-            )
         return Refusal("no weights of the heads are multiplied to the products.", found.scores)
     relus = [n for n in found.spine if is_relu(n)]
     for kind, _, met, join in found.masks:
@@ -123,7 +124,11 @@ def _order_of_roles(view: GraphView, found: Found) -> Refusal | None:
             )
     for f in factors:
         if relus and not any(_depends(f, r, found.spine) for r in relus):
-            return Refusal("a tensor is multiplied to the products before the ReLU; its sign is not known.", f)
+            if all(numel(view, r) != numel(view, found.products[0]) for r in relus):
+                what = "the ReLU follows the sum over the heads; the op has it before, on each head."
+            else:
+                what = "the weights are multiplied before the ReLU; the op has them after it, where their sign counts."
+            return Refusal(what, f)
     return None
 
 

@@ -36,6 +36,8 @@ LAYOUT = frozenset(
 )  # fmt: skip
 CASTS = frozenset({"aten._to_copy", "aten.to", "aten.type_as", "prims.convert_element_type"})
 UNARY = frozenset({"aten.mul", "aten.div", "aten.relu", "aten.clamp_min", "aten.clamp", "aten.neg", "aten.maximum"})
+# What may stand between a product and its ReLU; those that are not in the op get their reason.
+_PASSED = UNARY | {"aten.add", "aten.sub", "aten.rsub", "aten.masked_fill", "aten.where", "getitem"}
 CONSTANTS = frozenset(
     {"aten.full", "aten.scalar_tensor", "aten.zeros", "aten.ones", "aten.zeros_like", "aten.full_like"}
 )
@@ -86,9 +88,9 @@ def product_behind(view: GraphView, relu: fx.Node) -> tuple[fx.Node | None, fx.N
         if node is not relu and op_name(node) in PRODUCTS:
             return node, joined
         name = op_name(node)
-        if len(operands) > 1 or (name not in UNARY | LAYOUT | CASTS and node is not relu):
-            if name in _SOURCES or name not in ("aten.add", "aten.sub", "aten.masked_fill", "aten.where", "aten.mul"):
-                return None, None
+        if name in _SOURCES or (node is not relu and name not in _PASSED | LAYOUT | CASTS):
+            return None, None
+        if len(operands) > 1 and name not in LAYOUT:
             joined = node
             floats = [n for n in operands if view.tensor(n).is_floating_point()]  # type: ignore[union-attr]
             operands = sorted(floats, key=lambda n: len(view.shape(n)), reverse=True)
