@@ -92,8 +92,10 @@ def restore(call: Callable[..., Any], x: Any, layout: str) -> Any:
     return x
 
 
-def _selects(node: fx.Node) -> bool:
-    return op_name(node) == "aten.select" and len(node.args) > 2 and isinstance(node.args[2], int)
+def _selected(node: fx.Node) -> int:
+    """The index that a ``select`` takes, or -1."""
+    index = node.args[2] if op_name(node) == "aten.select" and len(node.args) > 2 else -1
+    return index if isinstance(index, int) else -1
 
 
 def _run(op: Callable[..., Any], *args: Any) -> Any:
@@ -147,7 +149,7 @@ class Bench:
         wanted["T"] = max(wanted["T"], self.chosen + 5)
         real = {n: self.size(n) for n in wanted}
         # A loop over heads. If their number is symbolic, run with one more than the loop has.
-        last = max((n.args[2] for n in self.region.nodes if _selects(n)), default=-1)
+        last = max((_selected(n) for n in self.region.nodes), default=-1)
         wanted["H"] = max(wanted["H"], last + (1 if isinstance(real["H"], int) else 2))
         fixed = {n: s for n, s in real.items() if isinstance(s, int) and n in "HD"}
         for plan in (wanted, {**wanted, **fixed}):

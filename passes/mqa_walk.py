@@ -38,9 +38,14 @@ CASTS = frozenset({"aten._to_copy", "aten.to", "aten.type_as", "prims.convert_el
 UNARY = frozenset({"aten.mul", "aten.div", "aten.relu", "aten.clamp_min", "aten.clamp", "aten.neg", "aten.maximum"})
 # What may stand between a product and its ReLU; those that are not in the op get their reason.
 _PASSED = UNARY | {"aten.add", "aten.sub", "aten.rsub", "aten.masked_fill", "aten.where", "getitem"}
+# Fills: they read the shape of a tensor at most.
 CONSTANTS = frozenset(
-    {"aten.full", "aten.scalar_tensor", "aten.zeros", "aten.ones", "aten.zeros_like", "aten.full_like"}
-)
+    f"aten.{name}"
+    for name in (
+        "full", "scalar_tensor", "zeros", "ones", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros",
+        "new_ones", "new_full",
+    )
+)  # fmt: skip
 
 
 def tensors_of(view: GraphView, node: fx.Node) -> list[fx.Node]:

@@ -65,6 +65,11 @@ def operands(
     return q.to(dtype), k.to(dtype), w.to(dtype), mask
 
 
+def products_of(q: Tensor, k: Tensor) -> Tensor:
+    """[B, S, H, T]."""
+    return torch.einsum("bshd,btd->bsht", q.float(), k.float())
+
+
 # -- scores ---------------------------------------------------------------------------------------------------------
 def matmul_matmul(q, k, w):
     s = F.relu(torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1)) * SCALE)
