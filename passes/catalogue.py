@@ -28,7 +28,7 @@ NAMES: tuple[str, ...] = tuple(_TABLE)
 TRIGGERS = frozenset(
     {
         "topk", "sort", "argsort", "argmax", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "bmm", "baddbmm",
-        "einsum", "matmul", "relu", "silu", "gelu", "sigmoid", "chunk", "split",
+        "einsum", "matmul", "silu", "gelu", "sigmoid", "chunk", "split",
     }
 )  # fmt: skip
 
