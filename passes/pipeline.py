@@ -8,18 +8,21 @@ process.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from ascend_deep import ops
+from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes import catalogue, certificates, gates, rewrite
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
@@ -30,8 +33,15 @@ from ascend_deep.passes.replay import describe
 
 __all__ = ["Pipeline", "StrictError", "versions"]
 
+log = logging.getLogger("ascend_deep")
+T = TypeVar("T")
+
 # (fingerprint, probed) -> what was decided about a region. Bounded by the number of distinct regions of a process.
 _DECIDED: dict[tuple[str, bool], tuple[Solution, gates.Proof | None] | Refusal] = {}
+
+
+raise_bugs = False
+"""Tests set this: errors inside a recogniser are raised. Otherwise one costs the user a match, not the compile."""
 
 
 class StrictError(RuntimeError):
@@ -123,7 +133,9 @@ class Pipeline:
             replaced: dict[fx.Node, fx.Node] = {}
             for item in accepted:
                 with self._timed("rewrite"):
-                    result = rewrite.apply(item.recogniser, item.region, item.solution, replaced, self._shadow(item))
+                    result = _or_refusal(
+                        recogniser, rewrite.apply, recogniser, item.region, item.solution, replaced, self._shadow(item)
+                    )
                 if isinstance(result, Refusal):
                     misses.append(_miss(recogniser, item.region.outputs[0], result))
                     continue
@@ -147,10 +159,11 @@ class Pipeline:
         accepted: list[Accepted] = []
         refused: list[tuple[fx.Node, Refusal]] = []
         taken: set[fx.Node] = set()
-        for anchor in recogniser.find(view):
+        anchors = _or_refusal(recogniser, recogniser.find, view)
+        for anchor in [] if isinstance(anchors, Refusal) else anchors:
             if anchor in taken or rewrite.SHADOWED in anchor.meta:
                 continue
-            regions = recogniser.cut(view, anchor)
+            regions = _or_refusal(recogniser, recogniser.cut, view, anchor)
             if isinstance(regions, Refusal):
                 refused.append((anchor, regions))
                 continue
@@ -158,7 +171,7 @@ class Pipeline:
             for region in regions:
                 if not taken.isdisjoint(region.outputs):
                     continue
-                decision = self._decide(recogniser, region)
+                decision = _or_refusal(recogniser, self._decide, recogniser, region)
                 if isinstance(decision, Refusal):
                     first = first or decision
                     continue
@@ -265,6 +278,20 @@ def _has_candidates(gm: fx.GraphModule) -> bool:
                 if node.op in ("call_function", "call_method") and name in catalogue.TRIGGERS:
                     return True
     return False
+
+
+def _or_refusal(recogniser: Recogniser, call: Callable[..., T], *args: Any) -> T | Refusal:
+    """``call(*args)``; an error of the recogniser becomes a refusal and a warning, so that the compile goes on."""
+    try:
+        return call(*args)
+    except (_torch_compat.RestartAnalysis, StrictError):
+        raise
+    except Exception as error:
+        if raise_bugs:
+            raise
+        text = f"the recogniser itself failed with {type(error).__name__}: {str(error).strip()[:200]}"
+        log.warning("%s: %s; the place is left as it is. Please report this.", recogniser.name, text, exc_info=True)
+        return Refusal(f"{text}.", hint="Please report this, with the code of the block.")
 
 
 def _miss(recogniser: Recogniser, anchor: fx.Node, refusal: Refusal) -> Miss:

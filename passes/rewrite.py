@@ -44,12 +44,16 @@ def apply(
     last = max(region.outputs, key=region.view.order.__getitem__)
     fake_mode = getattr(last.meta["val"], "fake_mode", None)
     build = Builder(graph, origin=last, fake_mode=fake_mode)
-    with graph.inserting_before(last):
-        outputs = list(recogniser.emit(build, region, inputs, solution))
-    refusal = same_metadata(region.outputs, outputs)
+    refusal: Refusal | None = None
+    try:
+        with graph.inserting_before(last):
+            outputs = list(recogniser.emit(build, region, inputs, solution))
+        refusal = same_metadata(region.outputs, outputs)
+    except Exception:
+        _undo(build)
+        raise
     if refusal is not None:
-        for node in reversed(build.created):
-            graph.erase_node(node)
+        _undo(build)
         return refusal
     call = next(n for n in build.created if op_name(n) == f"ascend_deep.{solution.op}")
     _shield_from_autocast(region, solution, build)
@@ -69,6 +73,11 @@ def apply(
         if not node.users and node.op == "call_function":
             graph.erase_node(node)
     return call
+
+
+def _undo(build: Builder) -> None:
+    for node in reversed(build.created):
+        build.graph.erase_node(node)
 
 
 def _shield_from_autocast(region: Region, solution: Solution, build: Builder) -> None:

@@ -25,6 +25,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from ascend_deep.passes import pipeline  # noqa: E402
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
@@ -33,6 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """A seed that depends on the test's name only, and no compiled code left for the next test."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    pipeline.raise_bugs = True
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -355,3 +355,25 @@ def test_a_block_that_autocast_leaves_in_float32_stays_there(where, grad):
         for name, p in model.named_parameters():
             if wanted[name].grad is not None:
                 assert float((p.grad - wanted[name].grad).norm()) <= 0.03 * float(wanted[name].grad.norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("step", ["find", "cut", "solve", "probes", "emit"])
+def test_an_error_in_a_recogniser_costs_one_match_and_no_compile(step, monkeypatch, caplog):
+    from ascend_deep.passes import pipeline, router
+
+    class Broken(router.Router):
+        pass
+
+    def fail(*args):
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Broken, step, fail)
+    monkeypatch.setattr(router, "RECOGNISER", Broken())
+    monkeypatch.setattr(pipeline, "raise_bugs", False)
+    monkeypatch.setattr(pipeline, "_DECIDED", {})
+    model, x = Block(), torch.randn(9, 24)
+    run = torch.compile(model, backend="ascend_deep", fullgraph=True, options=EAGER)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "ascend_deep"):
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert ascend_deep.last_report().counts() == {"moe_experts": 1}
+    assert any("a mistake of ours" in r.getMessage() and "Please report this" in r.getMessage() for r in caplog.records)
