@@ -17,23 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ascend_deep.passes import mqa_walk as walk
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.mqa_family import assignments, expr
-from ascend_deep.passes.mqa_walk import (
-    CASTS,
-    CONSTANTS,
-    LAYOUT,
-    PRODUCTS,
-    UNARY,
-    cone,
-    is_relu,
-    numel,
-    product_behind,
-    products_behind,
-    ranked_by,
-    tensors_of,
-)
+from ascend_deep.passes.mqa_walk import CASTS, CONSTANTS, LAYOUT, PRODUCTS, UNARY, is_relu, numel, tensors_of
 from ascend_deep.passes.region import Region, slice_region
 from ascend_deep.passes.router_selection import named_args
 
@@ -66,7 +54,7 @@ class Found:
 # -- roles ----------------------------------------------------------------------------------------------------------
 def _follow(view: GraphView, products: list[fx.Node], scores: fx.Node) -> Found | Refusal:
     """What joins the products on the way to ``scores``."""
-    behind = set(cone(view, scores))
+    behind = set(walk.cone(view, scores))
     reached: set[fx.Node] = set(products)
     found = Found(products, scores)
     for node in sorted(behind, key=view.order.__getitem__):
@@ -180,10 +168,10 @@ def _common(view: GraphView, nodes: Sequence[fx.Node], casts: bool) -> list[fx.N
 # -- cuts -----------------------------------------------------------------------------------------------------------
 def cuts(view: GraphView, anchor: fx.Node, name: str) -> list[Region] | Refusal:
     """Regions around an anchor, one per hypothesis about its layout; empty if it is no indexer at all."""
-    ranked = ranked_by(view, anchor)
+    ranked = walk.ranked_by(view, anchor)
     if ranked is None:
         return _unranked(view, anchor, name)
-    products, early = products_behind(view, ranked, cone(view, ranked))
+    products, early = walk.products_behind(view, ranked, walk.cone(view, ranked))
     if early is not None:
         mask = op_name(early) != "aten.mul"
         return Refusal(
@@ -424,7 +412,7 @@ def _mask_roles(view: GraphView, found: Found, scores: str) -> list[tuple[str, f
 # -- scores that nobody ranks ---------------------------------------------------------------------------------------
 def _unranked(view: GraphView, relu: fx.Node, name: str) -> list[Region] | Refusal:
     """Regions from the products to the scores, masks included first; empty unless sizes fit an indexer."""
-    product, early = product_behind(view, relu)
+    product, early = walk.product_behind(view, relu)
     assert product is not None
     ends: list[fx.Node] = []
     node, weighted = relu, False
