@@ -63,7 +63,10 @@ def ascend_deep(
     report = record(outcome, replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after))
     _tell(outcome, report)
     if chosen.report:
-        report.save(chosen.report)
+        try:
+            report.save(chosen.report)
+        except OSError as error:
+            log.warning("the report could not be written to %s: %s.", chosen.report, error)
     return compiled
 
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import catalogue, certificates, gates, rewrite
+from ascend_deep.passes import catalogue, certificates, gates, rewrite, safeguards
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -189,6 +189,8 @@ class Pipeline:
             with isolated():
                 with self._timed("solve"):
                     solution = recogniser.solve(region)
+                if isinstance(solution, Solution):
+                    solution = _unseen(recogniser, region, solution) or solution
                 if isinstance(solution, Refusal):
                     _DECIDED[key] = replace(solution, node=None)
                 elif self.verify == "off":
@@ -278,6 +280,16 @@ def _has_candidates(gm: fx.GraphModule) -> bool:
                 if node.op in ("call_function", "call_method") and name in catalogue.TRIGGERS:
                     return True
     return False
+
+
+def _unseen(recogniser: Recogniser, region: Region, solution: Solution) -> Refusal | None:
+    """What probes cannot see: see ``safeguards``. Recognisers say where they check for themselves."""
+    refusal = safeguards.unexplained_thresholds(region, solution)
+    if refusal is None and not getattr(recogniser, "checks_gradients", False):
+        refusal = safeguards.cut_gradients(region)
+    if refusal is None and getattr(recogniser, "row_wise", ""):
+        refusal = safeguards.position_dependence(region, region.inputs[recogniser.row_wise].meta["val"])  # type: ignore[attr-defined]
+    return refusal
 
 
 def _or_refusal(recogniser: Recogniser, call: Callable[..., T], *args: Any) -> T | Refusal:

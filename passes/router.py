@@ -36,6 +36,10 @@ class Router:
 
     name = "router"
     op = "moe_route"
+    row_wise = "logits"
+    """Role whose rows are treated one by one (``safeguards.position_dependence``)."""
+    checks_gradients = True
+    """``solve`` compares gradients too."""
 
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """The last choice of experts of every router."""
