@@ -287,8 +287,9 @@ def _unseen(recogniser: Recogniser, region: Region, solution: Solution) -> Refus
     refusal = safeguards.unexplained_thresholds(region, solution)
     if refusal is None and not getattr(recogniser, "checks_gradients", False):
         refusal = safeguards.cut_gradients(region)
-    if refusal is None and getattr(recogniser, "row_wise", ""):
-        refusal = safeguards.position_dependence(region, region.inputs[recogniser.row_wise].meta["val"])  # type: ignore[attr-defined]
+    role: str = getattr(recogniser, "row_wise", "")
+    if refusal is None and role:
+        refusal = safeguards.position_dependence(region, region.inputs[role].meta["val"])
     return refusal
 
 

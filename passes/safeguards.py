@@ -8,7 +8,7 @@ region instead, and refuse what the solution does not account for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _ALWAYS = frozenset(f"aten.{name}" for name in ("relu6", "hardswish", "hardsigmo
 _ROUNDING = frozenset(f"aten.{name}" for name in ("round", "floor", "ceil", "trunc", "sign", "fmod", "remainder"))
 
 # Ops that treat rows differently by position when they work along the tokens: position of the dim argument, default.
-_ALONG = {
+_ALONG: Mapping[str, tuple[int, Any]] = {
     "aten.cumsum": (1, None), "aten.cumprod": (1, None), "aten.cummax": (1, None), "aten.cummin": (1, None),
     "aten.logcumsumexp": (1, None), "aten.flip": (1, None), "aten.roll": (2, []), "aten.slice": (1, 0),
     "aten.narrow": (1, 0), "aten.select": (1, 0), "aten.cat": (1, 0), "aten.index_select": (1, None),
@@ -99,7 +99,7 @@ def position_dependence(region: Region, rows: torch.Tensor) -> Refusal | None:
         held = source.meta.get("val") if isinstance(source, fx.Node) else None
         if not isinstance(held, torch.Tensor) or held.dim() == 0 or _is_whole(node, name, held):
             continue
-        dims = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+        dims: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
         every = dims if isinstance(dims, (list, tuple)) else [dims]
         for dim in every or range(held.dim()):
             index = 0 if dim is None else int(dim) % held.dim()
@@ -118,7 +118,7 @@ def _is_whole(node: fx.Node, name: str, held: torch.Tensor) -> bool:
     start = node.args[2] if len(node.args) > 2 else 0
     end = node.args[3] if len(node.args) > 3 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return start in (0, None) and (end is None or (isinstance(end, int) and end >= 1 << 62)) and step == 1
+    return bool(start in (0, None) and (end is None or (isinstance(end, int) and end >= 1 << 62)) and step == 1)
 
 
 def _reads_floats(node: fx.Node) -> bool:
