@@ -77,7 +77,7 @@ def isolated() -> dict[str, Any]:
 
 @contextmanager
 def no_recompile_limit() -> Iterator[None]:
-    """Lift Dynamo's limit on recompiles of one function; only where ``isolated`` has nothing to offer (before 2.13)."""
+    """Lift Dynamo's limit on recompiles of one function; only where ``isolated`` has nothing to offer."""
     if isolated():
         yield
         return

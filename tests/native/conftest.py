@@ -39,7 +39,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# Tests of what the kernels raise need a torch that hands errors of stable-ABI kernels to Python.
+# Tests that make a kernel raise.
 _RAISING = (
     "test_bad_arguments_get_one_sentence",
     "test_bad_routes_get_one_sentence",
@@ -50,9 +50,16 @@ _RAISING = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before torch 2.13 an error in such a kernel ends the process. The ops check their arguments before they call."""
-    if TORCH >= (2, 13):
+    """With torch 2.11, on a machine with another compiler, an error in a kernel ended the process; why is not known.
+
+    The ops check their arguments before they call a kernel.
+    """
+    if TORCH >= (2, 12):
         return
     for item in items:
         if getattr(item, "originalname", "") in _RAISING:
-            item.add_marker(pytest.mark.skip(reason="torch before 2.13 ends the process when a kernel raises"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="not run: a raising kernel ended the process with torch 2.11, cause not established"
+                )
+            )
