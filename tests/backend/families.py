@@ -31,14 +31,12 @@ OWN_EXPERTS = ("llama4_text",)
 LAYERS = 2
 
 
-def build(
-    family: str, implementation: str | None = "grouped_mm", dtype: torch.dtype = torch.float32, layers: int = LAYERS
-) -> nn.Module:
-    """A model of ``family`` with MoE layers only, random weights, biases and scales."""
+def build(family: str, implementation: str | None = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of ``family`` with ``LAYERS`` MoE layers, random weights, biases and scales."""
     fields = dict(FAMILIES[family])
     chosen = None if family in OWN_EXPERTS else implementation
     name = str(dtype).removeprefix("torch.")
-    model = load(family, layers=layers, dtype=name, fields=fields, experts_implementation=chosen).model
+    model = load(family, layers=LAYERS, dtype=name, fields=fields, experts_implementation=chosen).model
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
