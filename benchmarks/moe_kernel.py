@@ -8,7 +8,8 @@ The floor is the larger of two times, both measured in the same turns: the bytes
 at the rate at which torch sums a large tensor, and the multiplications at the rate of a large float32 matrix product.
 For bfloat16 the bytes are half and the rate of multiplication is the better one of float32 and bfloat16.
 
-Ratios use the best time of each contender, since disturbances only ever add; medians are printed beside them.
+Ratios are of medians, to the median floor of the same turns. Best times are printed beside them: the best time of a
+contender over the best floor shows what is possible on a quiet machine, and the JSON form has every single time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -36,6 +37,8 @@ from ascend_deep.native.cpu.provider import CPU, isa
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # batched_mm copies the weights of every (token, expert) pair; beyond this it would only measure the page cache.
 MAX_GATHER_BYTES = 2 << 30
+_READ = 32 << 20  # numbers in the tensor that is read for the floor
+_SQUARE = 2048
 
 
 @dataclass
@@ -51,16 +54,58 @@ class Shape:
 
 @dataclass
 class Row:
-    """One contender at one size; times in milliseconds, ratios to the best time of the floor and of the others."""
+    """One contender at one size. Times in milliseconds.
+
+    ``over_floor`` is the median over the median floor, ``best_over_floor`` the best time over the best floor.
+    """
 
     dtype: str
     tokens: int
     name: str
-    best: float
     median: float
+    best: float
     over_floor: float
+    best_over_floor: float
     error: float
     times: list[float] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Times in ms that no contender can beat: bytes at the measured reading rate, work at the measured matmul rate.
+
+    Build it from the times of the probes, which are measured in turns with the contenders.
+    """
+
+    median: float
+    best: float
+    bound: str
+
+    @staticmethod
+    def of(
+        nbytes: float, flops: float, read: Sequence[float], read_bytes: int, matmul: Sequence[Sequence[float]]
+    ) -> Floor:
+        """``nbytes`` and ``flops`` are what the layer needs.
+
+        Args:
+            read: times of reading ``read_bytes``.
+            matmul: times of products of two ``_SQUARE`` matrices, one sequence a dtype; the fastest dtype counts.
+        """
+
+        def times(of: Callable[[Sequence[float]], float]) -> tuple[float, float]:
+            reading = nbytes * of(read) / read_bytes
+            return reading, flops * min(of(m) for m in matmul) / (2 * _SQUARE**3)
+
+        reading, multiplying = times(statistics.median)
+        bound = "memory" if reading > multiplying else "matmul"
+        return Floor(max(reading, multiplying), max(times(min)), bound)
+
+    def row(self, dtype: str, tokens: int) -> Row:
+        return Row(dtype, tokens, f"floor ({self.bound})", self.median, self.best, 1.0, 1.0, 0.0, [])
+
+    def compare(self, dtype: str, tokens: int, name: str, times: list[float], error: float) -> Row:
+        median, best = statistics.median(times), min(times)
+        return Row(dtype, tokens, name, median, best, median / self.median, best / self.best, error, times)
 
 
 def hf_experts(shape: Shape, implementation: str, gate_up: Tensor, down: Tensor) -> torch.nn.Module:
@@ -104,6 +149,33 @@ def timed(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Times of every call, one of each and then the next turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(timed(call))
+    return times
+
+
+def floor_probes(
+    dtypes: Iterable[torch.dtype],
+) -> tuple[dict[str, Callable[[], object]], Callable[[Mapping[str, list[float]], float, float], Floor]]:
+    """Calls to time in turns with the contenders, and the function that makes the floor from their times.
+
+    The function takes the times by name, the bytes that the layer has to read and its floating-point operations.
+    """
+    big = torch.randn(_READ)
+    squares = {d: torch.randn(_SQUARE, _SQUARE).to(d) for d in dtypes}
+    probes: dict[str, Callable[[], object]] = {"floor: read": big.sum}
+    probes |= {f"floor: {d}": partial(torch.matmul, m, m.t()) for d, m in squares.items()}
+
+    def make(times: Mapping[str, list[float]], nbytes: float, flops: float) -> Floor:
+        return Floor.of(nbytes, flops, times["floor: read"], big.nbytes, [times[f"floor: {d}"] for d in squares])
+
+    return probes, make
+
+
 def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) -> list[Row]:
     """Times every contender at one size, in turns with the two floors."""
     dtype = DTYPES[name]
@@ -118,37 +190,28 @@ def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) 
     weights, ids = randn(tokens, shape.experts).softmax(-1).topk(shape.topk)
     weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
 
-    big = randn(32 << 20)
-    square = {d: randn(2048, 2048).to(d) for d in {torch.float32, dtype}}
-    calls: dict[str, Callable[[], object]] = {"floor: read": big.sum}
-    for d, m in square.items():
-        calls[f"floor: {d}"] = partial(torch.matmul, m, m.t())
+    probes, floor_of = floor_probes({torch.float32, dtype})
+    calls = dict(probes)
     gathered = tokens * shape.topk * shape.weights_per_expert() * x.element_size()
     for contender, function in contenders(shape, dtype, gate_up, down, compiled).items():
         if contender.startswith("batched_mm") and gathered > MAX_GATHER_BYTES:
             continue
         calls[contender] = partial(function, x, ids, weights)
 
-    times: dict[str, list[float]] = {contender: [] for contender in calls}
     with torch.no_grad():
         truth = ops.moe_experts(x.double(), ids, weights.double(), gate_up.double(), None, down.double(), None)
-        errors = {n: _error(call(), truth) for n, call in calls.items() if not n.startswith("floor")}
-        for _ in range(repeats):
-            for contender, call in calls.items():
-                times[contender].append(timed(call))
-
-    read_rate = big.nbytes / min(times["floor: read"])
-    gemm_rate = max(2 * 2048**3 / min(times[f"floor: {d}"]) for d in square)
+        errors = {n: _error(call(), truth) for n, call in calls.items() if n not in probes}
+        times = in_turns(calls, repeats)
     active = int(ids.unique().numel())
-    floor_read = active * shape.weights_per_expert() * x.element_size() / read_rate
-    floor_gemm = 2 * tokens * shape.topk * shape.weights_per_expert() / gemm_rate
-    floor = max(floor_read, floor_gemm)
-    bound = "memory" if floor_read > floor_gemm else "matmul"
-    rows = [Row(name, tokens, f"floor ({bound})", floor, floor, 1.0, 0.0, [])]
-    for contender, error in errors.items():
-        t = times[contender]
-        rows.append(Row(name, tokens, contender, min(t), statistics.median(t), min(t) / floor, error, t))
-    return rows
+    floor = floor_of(
+        times,
+        active * shape.weights_per_expert() * x.element_size(),
+        2 * tokens * shape.topk * shape.weights_per_expert(),
+    )
+    return [
+        floor.row(name, tokens),
+        *(floor.compare(name, tokens, contender, times[contender], e) for contender, e in errors.items()),
+    ]
 
 
 def _error(got: object, truth: Tensor) -> float:
@@ -160,9 +223,20 @@ def show(rows: list[Row], shape: Shape, what: str = "moe_experts") -> None:
     table = Table(
         title=f"{what}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} experts, "
         f"top-{shape.topk}; {torch.get_num_threads()} threads, {isa()}",
-        caption="ms; ratios are of best times; error: the largest, relative to the largest output, against float64",
+        caption="ms; ratios are of medians, those in brackets of best times; error: the largest, against float64, "
+        "relative to the largest output",
     )
-    for column in ("dtype", "tokens", "contender", "best", "median", "x floor", "ascend_deep is faster by", "error"):
+    for column in (
+        "dtype",
+        "tokens",
+        "contender",
+        "median",
+        "best",
+        "x floor",
+        "(best)",
+        "ascend_deep is faster by",
+        "error",
+    ):
         table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
     group: tuple[str, int] | None = None
     for row in rows:
@@ -176,10 +250,11 @@ def show(rows: list[Row], shape: Shape, what: str = "moe_experts") -> None:
             row.dtype if new else "",
             str(row.tokens) if new else "",
             f"[bold]{row.name}[/bold]" if row is ours else row.name,
-            f"{row.best:.3f}",
             f"{row.median:.3f}",
+            f"{row.best:.3f}",
             f"{row.over_floor:.2f}",
-            f"{row.best / ours.best:.2f}x" if other else "",
+            f"({row.best_over_floor:.2f})",
+            f"{row.median / ours.median:.2f}x" if other else "",
             f"{row.error:.0e}" if row.error else "",
         )
     # A pipe has no width of its own; cutting numbers off would be worse than long lines.

@@ -1,15 +1,14 @@
 """A whole compiled model against what a user would run otherwise: every eager experts implementation, and Inductor.
 
 The model is a Qwen3-MoE with random weights. Every contender holds the same weights; all are timed in turns within one
-run. The floor counts the expert and dense weights that a forward pass must read once, at the rate at which torch sums
-a large tensor, and its multiplications at the rate of a large matrix product; attention scores are not counted.
+run, and ratios are of medians, as in ``moe_kernel``. The floor counts the expert and dense weights that a forward pass
+must read once, at the rate at which torch sums a large tensor, and its multiplications at the rate of a large matrix
+product; attention scores are not counted.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor, nn
 
-from benchmarks.moe_kernel import DTYPES, MAX_GATHER_BYTES, Row, Shape, timed
+from benchmarks.moe_kernel import DTYPES, MAX_GATHER_BYTES, Row, Shape, floor_probes, in_turns
 
 __all__ = ["LAYERS", "measure"]
 
@@ -69,34 +68,22 @@ def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) 
     ids = torch.randint(0, _VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(tokens))
     models = contenders(shape, dtype, tokens, compiled)
     active: list[int] = []
-    big, square = torch.randn(32 << 20), torch.randn(2048, 2048)
-    calls: dict[str, Callable[[], object]] = {
-        "floor: read": big.sum,
-        "floor: mm": partial(torch.mm, square, square.t()),
-    }
-    calls |= {n: partial(m, ids) for n, m in models.items()}
-    times: dict[str, list[float]] = {n: [] for n in calls}
+    probes, floor_of = floor_probes({torch.float32, dtype})
+    calls = {**probes, **{n: partial(m, ids) for n, m in models.items()}}
     with torch.no_grad():
         truth = _logits(models["eager loop"].double()(ids))
         models["eager loop"].to(dtype)
         active += _active_experts(models["eager loop"], ids)
-        errors = {n: _error(_logits(call()), truth) for n, call in calls.items() if not n.startswith("floor")}
-        for _ in range(repeats):
-            for n, call in calls.items():
-                times[n].append(timed(call))
+        errors = {n: _error(_logits(call()), truth) for n, call in calls.items() if n not in probes}
+        times = in_turns(calls, repeats)
     total = sum(p.numel() for p in models["eager loop"].parameters())
     dense = total - LAYERS * shape.experts * shape.weights_per_expert() - _VOCABULARY * shape.hidden
-    read = (
-        (dense + sum(active) * shape.weights_per_expert()) * dtype.itemsize / (big.nbytes / min(times["floor: read"]))
+    floor = floor_of(
+        times,
+        (dense + sum(active) * shape.weights_per_expert()) * dtype.itemsize,
+        2 * tokens * (dense + LAYERS * shape.topk * shape.weights_per_expert()),
     )
-    work = 2 * tokens * (dense + LAYERS * shape.topk * shape.weights_per_expert())
-    gemm = work / (2 * 2048**3 / min(times["floor: mm"]))
-    floor = max(read, gemm)
-    rows = [Row(name, tokens, f"floor ({'memory' if read > gemm else 'matmul'})", floor, floor, 1.0, 0.0, [])]
-    for n, error in errors.items():
-        best = min(times[n])
-        rows.append(Row(name, tokens, n, best, statistics.median(times[n]), best / floor, error, times[n]))
-    return rows
+    return [floor.row(name, tokens), *(floor.compare(name, tokens, n, times[n], e) for n, e in errors.items())]
 
 
 def _logits(output: object) -> Tensor:
