@@ -56,8 +56,9 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="package.module:attribute (a module, its class, or a callable that returns model, (model, args) or "
-        "(model, args, kwargs)), or a Hugging Face model type or config class: qwen3_moe, Qwen3MoeConfig.",
+        help="package.module:attribute or file.py:attribute (a module, its class, or a callable that returns model, "
+        "(model, args) or (model, args, kwargs)), or a Hugging Face model type or config class: "
+        "qwen3_moe, Qwen3MoeConfig.",
     ),
 ]
 SetOption = Annotated[
@@ -74,6 +75,23 @@ ExpertsOption = Annotated[
 PrepareOption = Annotated[
     bool, typer.Option("--prepare", help="Call ascend_deep.prepare(model) first: replaces expert loops.")
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        print(f"ascend-deep {importlib.metadata.version('ascend-deep')}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A torch.compile backend that fuses MoE, GEMM and indexer blocks of unmodified models."""
 
 
 @app.command()
@@ -238,10 +256,17 @@ def bench(
         names = tuple(dict.fromkeys((*wanted, "ascend_deep")))
         rows = timing.run(loaded, contenders=names, rounds=rounds, training=training, progress=say)
     if format_ is Plain.json:
-        data = {"model": loaded.name, "training": training, "rows": [dataclasses.asdict(r) for r in rows]}
+        data = {
+            "model": loaded.name,
+            "training": training,
+            "inputs": loaded.inputs(),
+            "dtype": loaded.dtype(),
+            "rows": [dataclasses.asdict(r) for r in rows],
+        }
         print(json.dumps(data, indent=2))
         return
-    table = Table(title=f"{loaded.name}, {'training' if training else 'inference'}, {shape}, {dtype}")
+    facts = (loaded.name, "training" if training else "inference", loaded.inputs(), loaded.dtype())
+    table = Table(title=_plain(", ".join(f for f in facts if f)))
     table.add_column("")
     for column in ("first call", "median", "fastest", "speed-up", "difference"):
         table.add_column(column, justify="right")
@@ -326,6 +351,11 @@ def _bad_input() -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError) as error:  # BadInput and OptionsError are ValueErrors
         _stop(str(error), BAD_INPUT)
+    except RuntimeError as error:
+        # Compared by name: the class comes with torch, which this file does not import.
+        if type(error).__name__ != "ModelError" or os.environ.get("ASCEND_DEEP_TRACEBACK") == "1":
+            raise
+        _stop(f"{error} (ASCEND_DEEP_TRACEBACK=1 shows where)", FAILED)
     except ImportError as error:
         _stop(f"{error}. `ascend-deep doctor` says what is missing.", FAILED)
 

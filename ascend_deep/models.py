@@ -1,7 +1,7 @@
 """Models for the command line: by import path, or tiny random ones of a Hugging Face family. Never downloads.
 
-``package.module:attribute`` names a module class, a module, or a callable that returns ``model`` or
-``(model, args)`` or ``(model, args, kwargs)``. Anything else names a Hugging Face family, by model type
+``package.module:attribute`` or ``file.py:attribute`` names a module class, a module, or a callable that returns
+``model`` or ``(model, args)`` or ``(model, args, kwargs)``. Anything else names a Hugging Face family, by model type
 (``qwen3_moe``) or config class (``Qwen3MoeConfig``); the model is built from the config with random weights, at small
 sizes unless ``fields`` say otherwise.
 """
@@ -13,15 +13,24 @@ import difflib
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
-__all__ = ["DTYPES", "BadInput", "Loaded", "load", "parse_fields", "parse_shape"]
+from ascend_deep._user_models import BadInput, Loaded, ModelError, from_import, is_path
+
+__all__ = [
+    "DTYPES",
+    "BadInput",
+    "Loaded",
+    "ModelError",
+    "load",
+    "parse_fields",
+    "parse_shape",
+    "small_fields",
+    "transformers",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -68,20 +77,6 @@ _SMALL: Mapping[str, Any] = {
 _LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layers", "num_decoder_layers")
 # Families with latent attention have one key/value head per attention head.
 _LATENT_ATTENTION = "kv_lora_rank"
-
-
-class BadInput(ValueError):
-    """What the user asked for cannot be done; the message is one clear sentence."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model and inputs to call it with."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -133,74 +128,43 @@ def load(
 
     Raises:
         BadInput: with one sentence for the user.
+        ModelError: the module or the callable that ``name`` stands for raised.
     """
     if dtype not in DTYPES:
         raise BadInput(f"dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
     if layers is not None and layers < 1:
         raise BadInput(f"layers is {layers}; it takes a number of at least 1.")
     torch.manual_seed(seed)
-    if ":" in name:
+    if ":" in name or is_path(name):
         hf_only = {"--set": fields, "--layers": layers, "--experts-implementation": experts_implementation}
         given = [option for option, value in hf_only.items() if value]
         if given:
             raise BadInput(f"{given[0]} applies to Hugging Face families only, and {name!r} is an import path.")
-        loaded = _from_import(name, shape, DTYPES[dtype])
+        loaded = from_import(name, shape, DTYPES[dtype])
     else:
         loaded = _from_family(name, dict(fields or {}), layers, shape, DTYPES[dtype], experts_implementation)
     loaded.model.train(training)
     return loaded
 
 
-# -- import paths -----------------------------------------------------------------------------------------------------
-def _from_import(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Loaded:
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: models beside the caller are importable
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise BadInput(f"cannot import {module_name!r}: {error}.") from error
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise BadInput(f"module {module_name!r} has no attribute {attribute!r}.")
-        value = getattr(value, part)
-    made = value if isinstance(value, nn.Module) else _make(name, value)
-    parts = made if isinstance(made, tuple) else (made,)
-    model, args, kwargs = (*parts, *((), {})[len(parts) - 1 :]) if 1 <= len(parts) <= 3 else (None, (), {})
-    if not isinstance(model, nn.Module):
-        raise BadInput(
-            f"{name!r} gives a {type(made).__name__}; it takes model, (model, args) or (model, args, kwargs)."
-        )
-    if len(parts) == 1:
-        model = model.to(dtype)
-        args = (torch.randn(shape, dtype=dtype),)
-    elif isinstance(args, torch.Tensor):
-        args = (args,)
-    return Loaded(model, tuple(args), dict(kwargs), type(model).__name__)
-
-
-def _make(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise BadInput(
-            f"{name!r} is a {type(value).__name__}; it takes a module, its class, or a callable that makes one."
-        )
-    needed = _required(value)
-    if needed:
-        raise BadInput(f"{name!r} needs the argument {needed[0]!r}; name a callable without required arguments.")
-    return value()
-
-
-def _required(value: Any) -> list[str]:
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
 # -- Hugging Face families --------------------------------------------------------------------------------------------
-def _transformers() -> Any:
+def small_fields(kind: Any, layers: int | None = None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fields that make a config of class ``kind`` small; ``more`` names further ones, set where the class has them."""
+    known = _field_names(kind)
+    values = {k: v for k, v in {**_SMALL, **(more or {})}.items() if k in known}
+    if _LATENT_ATTENTION in known and "num_key_value_heads" in known:
+        values["num_key_value_heads"] = values.get("num_attention_heads", 4)
+    if layers is not None:
+        values.update({k: layers for k in _LAYER_FIELDS if k in known})
+    return values
+
+
+def transformers() -> Any:
+    """The package, set to stay off the network.
+
+    Raises:
+        BadInput: it cannot be imported.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing is ever fetched
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -215,7 +179,7 @@ def _transformers() -> Any:
 def _from_family(
     name: str, fields: dict[str, Any], layers: int | None, shape: tuple[int, ...], dtype: torch.dtype, impl: str | None
 ) -> Loaded:
-    transformers = _transformers()
+    hf = transformers()
     kind = _config_class(name)
     known = _field_names(kind)
     for field_name in fields:
@@ -223,19 +187,14 @@ def _from_family(
             close = difflib.get_close_matches(field_name, known, n=1)
             guess = f" Did you mean {close[0]!r}?" if close else ""
             raise BadInput(f"{kind.__name__} has no field {field_name!r}.{guess}")
-    values = {k: v for k, v in _SMALL.items() if k in known}
-    if _LATENT_ATTENTION in known and "num_key_value_heads" in known:
-        values["num_key_value_heads"] = values.get("num_attention_heads", 4)
-    if layers is not None:
-        values.update({k: layers for k in _LAYER_FIELDS if k in known})
-    values.update(fields)
+    values = {**small_fields(kind, layers), **fields}
     if len(shape) != 2:
         raise BadInput(f"shape has {len(shape)} sizes; a Hugging Face model takes two, batch and sequence.")
     extra = {"experts_implementation": impl} if impl else {}
     try:
         config = kind(**values)
-        auto = transformers.AutoModelForCausalLM
-        auto = auto if kind in auto._model_mapping else transformers.AutoModel
+        auto = hf.AutoModelForCausalLM
+        auto = auto if kind in auto._model_mapping else hf.AutoModel
         model = auto.from_config(config, dtype=dtype, **extra)
     except Exception as error:  # config classes and models check their fields in many ways
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -254,8 +213,8 @@ def _config_class(name: str) -> Any:
         close = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *by_class], n=3)
         guess = f" Did you mean {' or '.join(close)}?" if close else ""
         raise BadInput(
-            f"{name!r} is neither an import path (package.module:attribute) nor a Hugging Face model type or config "
-            f"class.{guess}"
+            f"{name!r} is neither an import path (package.module:attribute or file.py:attribute) nor a Hugging Face "
+            f"model type or config class.{guess}"
         )
     return CONFIG_MAPPING[kind]
 

@@ -69,6 +69,17 @@ class Options:
             raise OptionsError(f"option 'report' is {self.report!r}; it takes a path ending in .json or .html.")
         if not isinstance(self.inductor, Mapping):
             raise OptionsError(f"option 'inductor' is {self.inductor!r}; it takes a dictionary of Inductor options.")
+        for name in self.inductor:
+            known = _inductor_options()
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=3)
+                guess = (
+                    f"did you mean {' or '.join(map(repr, close))}" if close else f"it has {', '.join(_EXAMPLES)}, …"
+                )
+                raise OptionsError(
+                    f"option 'inductor' holds {name!r}, which is no option of Inductor; {guess} "
+                    "(torch._inductor.list_options() lists all)."
+                )
 
     @staticmethod
     def parse(options: Mapping[str, Any] | Options | None) -> Options:
@@ -82,6 +93,8 @@ class Options:
             if name not in valid:
                 close = difflib.get_close_matches(str(name), valid, n=1)
                 guess = f" Did you mean {close[0]!r}?" if close else ""
+                if not close and name in _inductor_options():
+                    guess = f" Inductor has an option of that name: options={{'inductor': {{{name!r}: …}}}}."
                 raise OptionsError(f"unknown option {name!r}; valid options are {', '.join(valid)}.{guess}")
         return Options(**(options or {}))
 
@@ -92,6 +105,17 @@ class Options:
     def key(self) -> str:
         """Part of the cache key: every option that changes the compiled graph."""
         return repr((self.target, self.recognisers(), self.verify, self.strict, sorted(self.inductor.items())))
+
+
+# What people set most often; the whole list has hundreds of names.
+_EXAMPLES = ("max_autotune", "epilogue_fusion", "freezing", "cpp_wrapper", "triton.cudagraphs")
+
+
+def _inductor_options() -> list[str]:
+    """Names of all options of Inductor, which is loaded for this and takes a while."""
+    import torch._inductor
+
+    return list(torch._inductor.list_options())
 
 
 def _one_of(name: str, value: Any, accepted: tuple[str, ...], what: str = "value") -> None:

@@ -63,8 +63,9 @@ def find(name: str) -> Path:
     folder = store() / "certificates"
     found = sorted(folder.glob(f"{name}*.json")) if name else []
     if len(found) != 1:
-        what = "no certificate" if not found else f"{len(found)} certificates"
-        raise FileNotFoundError(f"{what} in {folder} begin with {name!r}; give a path or a longer key.")
+        what = f"{len(found)} certificates" if found else "no certificate"
+        begin = "begin" if found else "begins"
+        raise FileNotFoundError(f"{what} in {folder} {begin} with {name!r}; give a path or a longer key.")
     return found[0]
 
 

@@ -50,7 +50,7 @@ def test_a_certificate_of_another_function_fails(report, tmp_path):
 
 
 def test_no_such_certificate(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no certificate in .* begin with 'zzz'"):
+    with pytest.raises(FileNotFoundError, match=r"no certificate in .* begins with 'zzz'"):
         replay("zzz")
     path = tmp_path / "other.json"
     path.write_text("{}")

@@ -39,6 +39,22 @@ def test_bad_options_reach_the_user_of_torch_compile():
         run(torch.randn(2, 3))
 
 
+def test_unknown_inductor_options_name_valid_ones():
+    with pytest.raises(
+        OptionsError, match=r"holds 'nonsense', which is no option of Inductor; it has max_autotune, .*"
+    ):
+        Options.parse({"inductor": {"nonsense": 1}})
+    with pytest.raises(OptionsError, match=r"holds 'freezin', .* did you mean 'freezing'"):
+        Options.parse({"inductor": {"max_autotune": True, "freezin": True}})
+    with pytest.raises(OptionsError, match=r"unknown option 'max_autotune'; .*options=\{'inductor': \{'max_autotune'"):
+        Options.parse({"max_autotune": True})
+    accepted = {"triton.cudagraphs": False, "pre_grad_custom_pass": None}
+    assert Options.parse({"inductor": accepted}).inductor == accepted
+    run = torch.compile(torch.nn.Linear(3, 4), backend="ascend_deep", options={"inductor": {"nonsense": 1}})
+    with pytest.raises(Exception, match="OptionsError: option 'inductor' holds 'nonsense', which is no option of Ind"):
+        run(torch.randn(2, 3))
+
+
 def test_options_are_frozen_and_hashable_by_key():
     options = Options.parse({"disable": ["swiglu"], "verify": "off"})
     with pytest.raises(AttributeError):

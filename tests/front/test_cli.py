@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -32,6 +33,12 @@ class Plain(nn.Module):
 
 class Failing(nn.Module):
     def forward(self, x): raise RuntimeError("the model is broken on purpose")
+
+def broken():
+    raise ValueError("no such weights\\nsecond line")
+
+def with_inputs():
+    return Router().to(torch.bfloat16), (torch.randn(5, 16).bfloat16(),)
 """
 
 runner = CliRunner()
@@ -89,7 +96,13 @@ def test_nothing_fused_is_exit_code_3(model: str) -> None:
         (["explain", "cli_models:Router", "--set", "oops"], "name=value"),
         (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "cannot write"),
         (["bench", "cli_models:Plain", "--against", "tpu"], "it takes eager or inductor"),
-        (["replay", "no-such-certificate"], "no certificate"),
+        (["replay", "no-such-certificate"], "begins with 'no-such-certificate'"),
+        (["explain", "./no_such_file.py:Router"], "there is no file './no_such_file.py'"),
+        (["explain", "./cli_models.py"], "names no attribute"),
+        (["explain", "../models:build"], "'../models' is a path; it takes a Python file"),
+        (["explain", "cli models:Router"], "not the name of a module"),
+        (["explain", ":Router"], "not the name of a module"),
+        (["explain", "cli_models:"], "names no attribute"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(model: str, arguments: list[str], sentence: str) -> None:
@@ -105,6 +118,41 @@ def test_a_failing_model_is_exit_code_1(model: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ASCEND_DEEP_TRACEBACK", "1")
     result = runner.invoke(app, ["explain", f"{model}:Failing"])
     assert isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit)
+
+
+def test_a_build_function_that_raises_is_exit_code_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("explain", "bench"):
+        result = runner.invoke(app, [command, f"{model}:broken"])
+        assert result.exit_code == 1, result.output
+        (line,) = result.stderr.strip().splitlines()
+        assert "'cli_models:broken' raised ValueError: no such weights." in line
+    monkeypatch.setenv("ASCEND_DEEP_TRACEBACK", "1")
+    result = runner.invoke(app, ["explain", f"{model}:broken"])
+    assert isinstance(result.exception, RuntimeError) and isinstance(result.exception.__cause__, ValueError)
+
+
+def test_a_module_that_raises_is_exit_code_1(model: str, tmp_path: Path) -> None:
+    (tmp_path / "cli_raises.py").write_text("raise KeyError('weights')\n")
+    for name in ("cli_raises:build", f"{tmp_path}/cli_raises.py:build"):
+        result = runner.invoke(app, ["explain", name])
+        assert result.exit_code == 1 and "raised KeyError: 'weights'." in result.stderr, result.output
+    assert "cli_raises" not in sys.modules
+
+
+def test_a_file_with_a_model(model: str, tmp_path: Path) -> None:
+    arguments = ["explain", f"{tmp_path}/{model}.py:Router", *ONLY_ROUTER, "--format", "json"]
+    for _ in range(2):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert Report.from_json(result.stdout).matches[0].source.startswith("cli_models.py:")
+    (tmp_path / "json.py").write_text("VALUE = 3\n")
+    result = runner.invoke(app, ["explain", f"{tmp_path}/json.py:VALUE"])
+    assert result.exit_code == 2 and "another module named 'json' is loaded" in result.stderr
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.stdout.strip() == f"ascend-deep {importlib.metadata.version('ascend-deep')}"
 
 
 def test_replay_runs_the_certificate_of_an_explain(model: str) -> None:
@@ -155,6 +203,15 @@ def test_bench_compares_and_checks(model: str) -> None:
     assert set(rows) == {"eager", "ascend_deep"}
     assert rows["eager"]["speedup"] == 1.0 and rows["ascend_deep"]["error"] < 1e-5
     assert all(0 < r["fastest"] <= r["median"] for r in rows.values())
+
+
+def test_bench_names_the_inputs_that_were_timed(model: str) -> None:
+    arguments = ["bench", f"{model}:with_inputs", "--rounds", "2", "--against", "eager"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip().splitlines()[0].strip() == "Router, inference, bfloat16[5, 16], bfloat16"
+    data = json.loads(runner.invoke(app, [*arguments, "--format", "json"]).stdout)
+    assert (data["inputs"], data["dtype"]) == ("bfloat16[5, 16]", "bfloat16")
 
 
 def test_bench_training_gives_gradients_back() -> None:
