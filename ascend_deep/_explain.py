@@ -26,7 +26,7 @@ from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.options import Options
 from ascend_deep.report import GraphBreak, Report, collecting, publish
 
-__all__ = ["explain"]
+__all__ = ["explain", "first_sentence"]
 
 _PREPARE_HINT = "The break is inside an expert loop: ascend_deep.prepare(model) replaces such loops before compiling."
 
@@ -120,7 +120,7 @@ def _breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) -> tu
     for reason, stack in found:
         frame = stack[-1] if stack else None
         source = f"{os.path.basename(frame.filename)}:{frame.lineno}" if frame is not None else ""
-        text = _reason(reason)
+        text = first_sentence(reason)
         known = breaks.get((text, source))
         if known is not None:
             breaks[text, source] = replace(known, count=known.count + 1)
@@ -130,7 +130,7 @@ def _breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) -> tu
     return tuple(breaks.values())
 
 
-def _reason(text: str) -> str:
+def first_sentence(text: str) -> str:
     """Dynamo's many lines as one or two sentences: what, and the explanation."""
     title = text.strip().splitlines()[0].strip() if text.strip() else "unknown reason"
     explanation = re.search(r"^\s*Explanation: (.*)$", text, re.MULTILINE)

@@ -26,7 +26,7 @@ from ascend_deep.passes.pipeline import Pipeline
 from ascend_deep.report import GraphInfo, OwnCall, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
 
-__all__ = ["ascend_deep"]
+__all__ = ["ascend_deep", "sources"]
 
 log = logging.getLogger("ascend_deep")
 
@@ -93,7 +93,7 @@ class _Stage:
         certificates.write_text(self._path, json.dumps(encode(self._outcome)))
 
     def uuid(self) -> str:
-        return f"ascend_deep-{_sources()}-{table.fingerprint()}-{_packages()}-{self._options.key()}"
+        return f"ascend_deep-{sources()}-{table.fingerprint()}-{_packages()}-{self._options.key()}"
 
     def finish(self) -> tuple[Outcome, bool]:
         """The outcome, and whether it comes from the store because a warm cache skipped the rewriting."""
@@ -123,7 +123,7 @@ def _outcome_path(gm: fx.GraphModule, uuid: str) -> Path:
 
 
 @lru_cache(maxsize=1)
-def _sources() -> str:
+def sources() -> str:
     """Hash of all Python sources of the package: any change of ours invalidates compiled graphs."""
     import ascend_deep.native
     import ascend_deep.ops
