@@ -19,6 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ascend_deep.coverage.command import coverage
+
 if TYPE_CHECKING:
     from ascend_deep.models import Loaded
     from ascend_deep.report import Report
@@ -274,6 +276,9 @@ def bench(
         cells = (f"{row.first:.2f} s", f"{row.median * 1e3:.2f} ms", f"{row.fastest * 1e3:.2f} ms")
         table.add_row(row.name, *cells, f"{row.speedup:.2f}×", f"{row.error:.1e}")
     Console().print(table)
+
+
+app.command()(coverage)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
