@@ -29,6 +29,10 @@ from ascend_deep.ops.paged_mqa import (
 from ascend_deep.ops.paged_mqa_topk import PAGED_MQA_TOPK, paged_mqa_topk
 from ascend_deep.ops.shadow import register_shadow
 from ascend_deep.ops.sparse_mqa_attention import SPARSE_MQA_ATTENTION, sparse_mqa_attention
+from ascend_deep.ops.sparse_mqa_attention_backward import (
+    SPARSE_MQA_ATTENTION_BACKWARD,
+    sparse_mqa_attention_backward,
+)
 from ascend_deep.ops.swiglu import SWIGLU, swiglu
 
 __all__ = [
@@ -54,6 +58,7 @@ __all__ = [
     "provider",
     "reference",
     "sparse_mqa_attention",
+    "sparse_mqa_attention_backward",
     "strict",
     "swiglu",
 ]
@@ -76,6 +81,7 @@ OPS: Mapping[str, OpDef] = {
         PAGED_MQA_TOPK,
         PAGED_KV_WRITE,
         SPARSE_MQA_ATTENTION,
+        SPARSE_MQA_ATTENTION_BACKWARD,
     )
 }
 

@@ -258,8 +258,9 @@ def attention_samples() -> Iterator[Sample]:
             make.randn(*shape).to(dtype)
             for shape in ((b, heads, s, depth), (b, key_heads, t, depth), (b, key_heads, t, value_depth))
         )
-        rest = {"idx": idx, "mask": None, "sink": None, **changes}
-        return Sample(name, (q, key, value, rest["idx"], rest["mask"], rest["sink"]), {"scale": _SCALE})
+        rest = {"idx": idx, "mask": None, "sink": None, "empty": "zero", "fill": -3e38, **changes}
+        attributes = {"scale": _SCALE, "empty": rest["empty"], "fill": rest["fill"]}
+        return Sample(name, (q, key, value, rest["idx"], rest["mask"], rest["sink"]), attributes)
 
     yield case("mqa")
     yield case("gqa", key_heads=2)
@@ -280,6 +281,15 @@ def attention_samples() -> Iterator[Sample]:
     added = make.randn(2, 4, 5, 23).masked_fill(make.randn(2, 4, 5, 23) > 0.8, -torch.inf)
     yield case("mask_float_heads", mask=added)
     yield case("mask_float_broadcast", mask=added[:1, :1, :1])
+    yield case("empty_nan", mask=keep, key_heads=2, empty="nan")
+    yield case("empty_mean", mask=keep, key_heads=4, empty="mean")
+    low = -(2.0**101)
+    filled = added.masked_fill(make.randn(2, 4, 5, 23) > 0.5, low)
+    filled[1, :, 2] = low
+    filled[0, 1, 3] = -torch.inf
+    filled[0, 2, 4] = filled[0, 2, 4].clamp(max=low)
+    yield case("empty_mean_of_the_filled", mask=filled, key_heads=2, empty="mean", fill=low)
+    yield case("empty_mean_one_plane", mask=filled[:, 2:3], empty="mean", fill=low)
     yield case("sink", sink=make.randn(4) * 3)
     yield case("sink_empty_rows", sink=make.randn(4) * 3, mask=keep)
     yield case("large_logits", idx=torch.arange(30).reshape(2, 5, 3) % 23, mask=make.randn(2, 1, 5, 23) * 200)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.sparse_rows import fill_empty, hide_filled
+
 __all__ = ["KERNELS", "LIMITS"]
 
 _FP4 = (torch.int8, torch.uint8)
@@ -154,9 +156,20 @@ def _paged_mqa_topk(
 
 
 def _sparse_mqa_attention(
-    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    idx: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    *,
+    scale: float,
+    empty: str,
+    fill: float,
 ) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = torch.ops.ascend_deep_cpu.sparse_mqa_attention(q, k, v, idx, mask, sink, scale)
+    listed, masks = hide_filled(idx, mask, fill) if empty == "mean" else (idx, mask)
+    out: tuple[Tensor, Tensor] = torch.ops.ascend_deep_cpu.sparse_mqa_attention(q, k, v, listed, masks, sink, scale)
+    fill_empty(*out, k, v, idx, mask, empty, fill)
     return out
 
 
