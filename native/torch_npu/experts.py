@@ -1,0 +1,151 @@
+"""``moe_experts`` composed of vendor ops: init routing, grouped matmul, activation, grouped matmul, finalize routing.
+
+Rows behind the last local slot are undefined all the way through: the grouped matmul does not write them, and finalize
+routing skips the slots that have none. Biases of bf16 experts are passed as f32, which every processor takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ascend_deep.native.torch_npu import soc
+from ascend_deep.native.torch_npu._call import Spec, known
+from ascend_deep.native.torch_npu.activation import PLAIN, activate
+from ascend_deep.native.torch_npu.checks import refusal
+from ascend_deep.native.torch_npu.permute import (
+    finalize,
+    finalize_refusal,
+    row_values,
+    scales_with,
+    sort_refusal,
+    sorted_rows,
+)
+from ascend_deep.native.torch_npu.soc import Target
+
+__all__ = ["grouped_matmul", "limits", "moe_experts", "product_refusal", "weights_of"]
+
+
+def grouped_matmul(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """``rows`` [M, K] times ``weight`` [E, K, N], expert by expert; ``counts`` [E] i64 rows each. [M, N]."""
+    if bias is not None and bias.dtype == torch.bfloat16:
+        bias = bias.to(torch.float32)
+    (out,) = torch.ops.npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        bias=None if bias is None else [bias],
+        group_list=counts,
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+        act_type=0,
+    )
+    return out
+
+
+def product_refusal(target: Target, rows: Spec, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why ``grouped_matmul`` would be refused; ``None`` if not."""
+    if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
+        return (
+            f"expert weights have the strides {tuple(weight.stride())}; the vendor's grouped matmul takes them "
+            "contiguous or transposed."
+        )
+    dtype = rows.dtype if rows.dtype != torch.bfloat16 else torch.float32
+    return refusal(
+        "npu_grouped_matmul",
+        target,
+        [rows],
+        [weight],
+        bias=None if bias is None else [Spec(tuple(bias.shape), dtype)],
+        group_list=Spec((weight.shape[0],), torch.int64),
+        split_item=3,
+        group_type=0,
+        group_list_type=1,
+    )
+
+
+def weights_of(w13: Tensor, w2: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Both expert weights as [E, inner, outer] views."""
+    return (w13.transpose(1, 2), w2.transpose(1, 2)) if layout == "enk" else (w13, w2)
+
+
+def moe_experts(
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    b13: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    *,
+    act: str,
+    alpha: float,
+    limit: float | None,
+    interleaved: bool,
+    weight_layout: str,
+    weight_on_input: bool,
+    expert_offset: int,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """As the op says; the schema's arguments."""
+    target = soc.current()
+    assert target is not None  # the limits refuse where there is none
+    first, second = weights_of(w13, w2, weight_layout)
+    rows, row_map, counts = sorted_rows(x, idx, first.shape[0], expert_offset)
+    if weight_on_input:
+        rows = (rows * row_values(weights.to(torch.float32), row_map).unsqueeze(1)).to(x.dtype)
+    h = grouped_matmul(rows, first, b13, counts)
+    gated = first.shape[2] != second.shape[1]
+    hidden = activate(h, act, alpha, limit, interleaved, gated, target)
+    y = grouped_matmul(hidden, second, b2, counts)
+    scales = weights.new_ones(weights.shape) if weight_on_input else weights
+    wide = y.dtype if out_dtype is None or out_dtype.itemsize <= y.dtype.itemsize else torch.float32
+    row_dtype, scale_dtype = scales_with(target, wide, scales.dtype)
+    out = finalize(y.to(row_dtype), row_map, scales.to(scale_dtype).contiguous())
+    return out.to(out_dtype or x.dtype)
+
+
+def limits(
+    target: Target,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    b13: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    *,
+    act: str,
+    alpha: float,
+    limit: float | None,
+    interleaved: bool,
+    weight_layout: str,
+    weight_on_input: bool,
+    expert_offset: int,
+    out_dtype: torch.dtype | None,
+) -> str | None:
+    """Why the vendor's ops do not compute this call of ``moe_experts``; ``None`` if they do."""
+    if torch.float64 in (x.dtype, weights.dtype, out_dtype):
+        return "float64 is asked for; the vendor's ops have 16 and 32 bits."
+    if act not in (*PLAIN, "swiglu_oai", "silu_clamp"):
+        return f"act is {act!r}, which this provider does not compute."
+    first, second = weights_of(w13, w2, weight_layout)
+    slots = idx.shape[0] * idx.shape[1]
+    rows = Spec((slots, x.shape[1]), x.dtype)
+    hidden = Spec((slots, second.shape[1]), x.dtype)
+    out = Spec((slots, second.shape[2]), x.dtype)
+    row_dtype, scale_dtype = scales_with(target, x.dtype, weights.dtype)
+    out = Spec(out.shape, row_dtype)
+    return (
+        sort_refusal(target, x, idx, first.shape[0])
+        or product_refusal(target, rows, first, b13)
+        or product_refusal(target, hidden, second, b2)
+        or finalize_refusal(target, out, (idx.shape[0], idx.shape[1]), scale_dtype)
+        or _empty(x)
+    )
+
+
+def _empty(x: Tensor) -> str | None:
+    if any(known(size) and size == 0 for size in x.shape):
+        return "x is empty; the vendor's documents do not allow empty tensors."
+    return None

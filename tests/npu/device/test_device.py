@@ -1,0 +1,29 @@
+"""The provider's ops on a real NPU against their references. Skipped everywhere else, and so far that is everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ascend_deep import ops
+
+if not (hasattr(torch, "npu") and torch.npu.is_available()):
+    pytest.skip("not run: no Ascend device", allow_module_level=True)
+
+OPS = ("moe_route", "moe_permute", "moe_combine", "moe_experts", "swiglu", "mqa_topk", "sparse_mqa_attention")
+CASES = [(name, sample) for name in OPS for sample in ops.op(name).samples()]
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{n}-{s.name}" for n, s in CASES])
+def test_op_on_the_device_equals_its_reference(name: str, sample: ops.Sample) -> None:
+    definition = ops.op(name)
+    moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in sample.args]
+    choice = ops.provider(name, "npu", tuple(moved), sample.kwargs)
+    if choice.provider is None:
+        pytest.skip("; ".join(map(str, choice.refusals)))
+    with ops.strict():
+        got = definition.overload(*moved, **sample.kwargs)
+    want = definition.reference(*sample.args, **sample.kwargs)
+    tolerance = definition.tolerance[sample.args[0].dtype]
+    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=tolerance.rtol, atol=tolerance.atol)

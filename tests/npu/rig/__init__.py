@@ -1,0 +1,27 @@
+"""The real torch_npu wheel on a machine without NPU and CANN.
+
+``start`` imports it over stand-ins for CANN that are made from the wheel itself; ``reference`` puts CPU kernels of ours
+under the real ``npu::`` ops. The vendor's schemas, fakes, converters and autograd registrations are then the real ones;
+the numbers are ours. Nothing of it says that a call works on Ascend hardware.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ascend_deep.lowering.torchair_offline import import_torch_npu
+from ascend_deep.lowering.torchair_stubs import Stubs
+
+__all__ = ["start", "stubs_folder"]
+
+
+def stubs_folder() -> Path:
+    """One folder per user and checkout; the stand-ins in it are made again for another wheel."""
+    here = abs(hash(str(Path(__file__).resolve())))
+    return Path(tempfile.gettempdir()) / f"ascend_deep_stubs_{here:x}"
+
+
+def start(folder: Path) -> Stubs | None:
+    """Import torch_npu. ``None``: the real CANN is there."""
+    return import_torch_npu(folder)[1]
