@@ -25,16 +25,16 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import Term, size
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["cut_routed", "moved_tokens", "regions"]
+__all__ = ["between", "cut_routed", "outputs_of", "read_by"]
 
 
 # What may happen to the rows of the second product on their way to the sum over a token's experts.
 _ON_THE_WAY = frozenset(
     f"aten.{name}"
     for name in (
-        "mul", "div", "add", "masked_fill", "where", "index", "index_select", "gather", "view", "reshape",
-        "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "permute", "transpose", "t", "_to_copy", "to",
-        "type_as", "clone", "contiguous", "expand", "select", "slice",
+        "mul", "div", "add", "masked_fill", "where", "index", "index_select", "gather", "index_copy", "index_put",
+        "scatter", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "permute",
+        "transpose", "t", "_to_copy", "to", "type_as", "clone", "contiguous", "expand", "select", "slice",
     )
 )  # fmt: skip
 _SUMS = frozenset(
@@ -64,26 +64,24 @@ def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Ref
             f"the second product has {second.term.numel} elements for {rows} pairs of token and expert.",
             second.term.node,
         )
-    x = moved_tokens(first.rows, tokens * hidden, hidden, ids)
+    x = _moved_tokens(first.rows, tokens * hidden, hidden, ids)
     if x is None:
         return Refusal("the tokens that enter the first product were not found.", first.term.node)
-    leaves = {"x": x, "idx": ids}
-    return regions(view, name, pair, leaves, tokens, hidden, rows, slots)
+    return _regions(view, name, pair, {"x": x, "idx": ids}, tokens, hidden, rows, slots)
 
 
-def regions(
-    view: GraphView, name: str, pair: Pair, leaves: Mapping[str, Term], tokens: Any, hidden: Any, rows: Any, slots: Any,
-    hints: Mapping[str, Any] | None = None,
-) -> Sequence[Region] | Refusal:  # fmt: skip
+def _regions(
+    view: GraphView, name: str, pair: Pair, leaves: Mapping[str, Term], tokens: Any, hidden: Any, rows: Any, slots: Any
+) -> Sequence[Region] | Refusal:
     """Find what is still missing (biases, routing weights, the sum) and slice.
 
     Args:
-        leaves: the inputs known so far, "x" and "idx", and "weights" if it is known.
+        leaves: the inputs known so far, "x" and "idx".
         tokens, hidden, rows: number of tokens, hidden size, rows of the second product.
         slots: experts per token.
     """
     first, second = pair.first, pair.second
-    outputs = _outputs(view, second, tokens, hidden, rows, leaves["x"])
+    outputs = outputs_of(view, second, tokens, hidden, rows, leaves["x"])
     if isinstance(outputs, Refusal):
         return outputs
     found: dict[str, Term] = dict(leaves)
@@ -101,20 +99,20 @@ def regions(
         "w2": second.stored,
         "b2": found.get("b2"),
     }
-    inputs = _read_by(view, outputs[0], {role: term for role, term in order.items() if term is not None})
+    inputs = read_by(view, outputs[0], {role: term for role, term in order.items() if term is not None})
     if isinstance(inputs, Refusal):
         return inputs
     compute = str(first.weight.dtype).removeprefix("torch.")
     if not isinstance(slots, int) and len(found["idx"].shape) != 2:
         return Refusal("the number of experts per token is only known at run time, and ids are not [T, K].", outputs[0])
     columns = slots if isinstance(slots, int) else 0  # 0: as many as idx has
-    facts = {"kind": first.kind, "slots": columns, "compute": compute, **(hints or {})}
+    facts = {"kind": first.kind, "slots": columns, "compute": compute}
     cuts = [slice_region(view, name, inputs, [out], facts) for out in outputs]
     good = [c for c in cuts if isinstance(c, Region)]
     return good or next(c for c in cuts if isinstance(c, Refusal))
 
 
-def _read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[str, fx.Node] | Refusal:
+def read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[str, fx.Node] | Refusal:
     """The node of each role that the block itself reads: a model may compute one value twice."""
     leaves = {term.number: role for role, term in roles.items()}
     found: dict[str, fx.Node] = {}
@@ -181,7 +179,7 @@ def _ints(term: Term, limit: int = 24) -> Iterator[Term]:
         yield inner
 
 
-def moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | None:
+def _moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | None:
     """The tokens [.., H] of which ``rows`` are copies, or ``None``."""
     term = rows
     while True:
@@ -252,8 +250,8 @@ def _frontier(
     first, second = pair.first, pair.second
     table = view.terms
     ids = found["idx"]
-    inside = _between(view, first.term.nodes, out)
-    before_second = _between(view, first.term.nodes, second.term.nodes[0])
+    inside = between(view, first.term.nodes, out)
+    before_second = between(view, first.term.nodes, second.term.nodes[0])
     on_the_way = itertools.takewhile(lambda t: t is not found["x"], moved(first.rows))
     product = next((t for t in on_the_way if t.op == "aten.mul"), None)
     if product is not None:
@@ -292,7 +290,7 @@ def _bias(term: Term, experts: Any) -> Term | None:
     return None
 
 
-def _between(view: GraphView, starts: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
+def between(view: GraphView, starts: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
     """Nodes on a path from ``starts`` to ``end``, both included."""
     last = view.order[end]
     forward: set[fx.Node] = set()
@@ -315,10 +313,14 @@ def _between(view: GraphView, starts: Sequence[fx.Node], end: fx.Node) -> set[fx
 
 
 # -- the sum --------------------------------------------------------------------------------------------------------
-def _outputs(view: GraphView, second: Product, tokens: Any, hidden: Any, rows: Any, x: Term) -> list[fx.Node] | Refusal:
+def outputs_of(
+    view: GraphView, second: Product, tokens: Any, hidden: Any, rows: Any, x: Term
+) -> list[fx.Node] | Refusal:
     """Where the block may end: the cast after the sum over a token's experts, and the sum itself."""
     wanted, wide = tokens * hidden, rows * hidden
     table = view.terms
+    if second.kind == "dense" and second.term.numel == wanted:  # the product sums over experts as well
+        return _settle(view, second.term.nodes[0], (tokens, hidden), x)
     pending = list(second.term.nodes)
     seen: set[fx.Node] = set(pending)
     sums: list[fx.Node] = []

@@ -46,6 +46,10 @@ def explain(region: Region, shape: Shape) -> Refusal:
     """The best sentence there is for a region that equals no member."""
     pair = _pair(region)
     out = region.outputs[0]
+    if region.hints["kind"] in ("dense", "scores", "capacity") and _biases_of_all(region, shape):
+        return Refusal(
+            "biases are added after the scores were applied, so experts that were not chosen contribute theirs.", out
+        )
     if pair is not None:
         middle = _middle(region, shape, pair)
         if isinstance(middle, str):
@@ -85,7 +89,8 @@ def _middle(region: Region, shape: Shape, pair: Pair) -> list[Activated] | str:
     wide = dims.size(shape.wide)
     for i, gain in enumerate(scales(region.constants())):
         tensors = experts_plan.inputs(region, dims, 70 + i, torch.float64)
-        tensors["weights"] = torch.ones_like(tensors["weights"])
+        for role in {"weights", "scores"} & set(tensors):
+            tensors[role] = (tensors[role] != 0).double()
         tensors.update({r: torch.zeros_like(t) for r, t in tensors.items() if r.startswith("b")})
         tensors["h"] = torch.randn(dims.shape(first), generator=torch.Generator().manual_seed(i)).double() * gain
         try:
@@ -150,6 +155,21 @@ def _near_misses(region: Region, shape: Shape, middle: Sequence[Activated]) -> l
         if bare is not None and fits(_plain(bare, member, shape).unsqueeze(0), bare.result):
             found.append("a bias that is added is not the one of the row's expert.")
     return found
+
+
+def _biases_of_all(region: Region, shape: Shape) -> bool:
+    """True if a dense block would be a member were it not for its biases."""
+    if not {"b13", "b2"} & set(region.inputs):
+        return False
+    bare = _without_biases(region, shape, experts_plan.plans(region, shape, 1)[0])
+    if bare is None:
+        return False
+    for member in members(region.constants(), shape.gated):
+        for on_input in (False, True):
+            rows = member.apply(first_product(bare, on_input), shape.gated)
+            if fits(family_result(bare, rows, on_input).unsqueeze(0), bare.result):
+                return True
+    return False
 
 
 def _plain(case: Case, member: Activated, shape: Shape) -> Tensor:

@@ -17,7 +17,7 @@ from ascend_deep.passes import experts_plan
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.activation_family import Activated, fits, members, scales
 from ascend_deep.passes.builder import Builder
-from ascend_deep.passes.experts_plan import Shape, score_chain
+from ascend_deep.passes.experts_plan import Shape, chosen_scores, score_chain
 from ascend_deep.passes.region import Dims, Region
 from ascend_deep.passes.stand_ins import widened
 
@@ -43,11 +43,14 @@ class Case:
         (result,) = widened(region.program).run(dims, tensors)
         self.x = tensors["x"].reshape(-1, tensors["x"].shape[-1])
         slots = dims.size(shape.slots)
-        self.idx = tensors["idx"].reshape(-1, slots).long()
-        weights = tensors["weights"]
-        for target, kwargs in score_chain(region.hints):
-            weights = target(weights, **{k: torch.float64 if k == "dtype" else v for k, v in kwargs.items()})
-        self.weights = weights.reshape(-1, slots)
+        if "scores" in tensors:
+            self.idx, self.weights = chosen_scores(tensors["scores"], len(self.x), slots, shape.experts)
+        else:
+            self.idx = tensors["idx"].reshape(-1, slots).long()
+            weights = tensors["weights"]
+            for target, kwargs in score_chain(region.hints):
+                weights = target(weights, **{k: torch.float64 if k == "dtype" else v for k, v in kwargs.items()})
+            self.weights = weights.reshape(-1, slots)
         self.w13, self.w2 = tensors["w13"], tensors["w2"]
         if shape.layout == "enk":
             self.w13, self.w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
@@ -84,7 +87,15 @@ def family_result(
 
 def takes_outside_ids(region: Region) -> bool:
     """True if the region compares its ids with something: it expects ids of other ranks."""
-    return region.hints.get("kind") != "dense" and any(s.name in _COMPARISONS for s in region.program.steps)
+    routed = region.hints.get("kind") in ("grouped", "batched")
+    return routed and any(s.name in _COMPARISONS for s in region.program.steps)
+
+
+def _may_repeat(region: Region) -> bool:
+    """True if a token's ids may hold an expert twice, as far as the graph says."""
+    if region.hints.get("kind") in ("grouped", "batched"):
+        return True
+    return "idx" in region.inputs and bool(region.hints.get("repeats", True))
 
 
 def solve(region: Region) -> Solution | Refusal:
@@ -111,7 +122,7 @@ def solve(region: Region) -> Solution | Refusal:
 def _cases(region: Region, shape: Shape) -> list[Case] | str:
     """Runs at every magnitude, or the error of the last plan that was tried."""
     error = "no mapping to small sizes keeps equal sizes equal."
-    ids = ["distinct"] if region.hints.get("kind") == "dense" else ["distinct", "repeated", "distinct"]
+    ids = ["distinct", "repeated", "distinct"] if _may_repeat(region) else ["distinct"]
     ids += ["outside"] if takes_outside_ids(region) else []
     gains = scales(region.constants())
     for dims in experts_plan.plans(region, shape, 3):
@@ -172,7 +183,7 @@ def probes(region: Region, solution: Solution) -> Sequence[Probe]:
     """The cases of the final comparison, in the region's own dtypes."""
     shape = experts_plan.shape_of(region, solution.attrs["weight_layout"])
     some = experts_plan.plans(region, shape, 2)
-    dense = region.hints.get("kind") == "dense"
+    dense = not _may_repeat(region)
     limit = solution.attrs["limit"]
     cases = [
         ("random tokens", 1, 0, {}),
@@ -194,7 +205,6 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     aten = torch.ops.aten
     originals = {role: node.meta["val"] for role, node in region.inputs.items()}
     dtype = _compute_dtype(region)
-    slots = region.hints["slots"]
 
     def cast(node: fx.Node, have: torch.dtype, want: torch.dtype) -> fx.Node:
         return node if have == want else build.call(aten._to_copy.default, node, dtype=want)
@@ -205,15 +215,8 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
             aten.unsqueeze.default, x, 0
         )  # fmt: skip
     x = cast(x, originals["x"].dtype, dtype)
-    idx, weights, have = inputs["idx"], inputs["weights"], originals["weights"].dtype
-    if originals["idx"].dim() != 2 or (slots and originals["idx"].shape[-1] != slots):
-        idx = build.call(aten.reshape.default, idx, [-1, slots])
-    idx = idx if originals["idx"].dtype in (torch.int64, torch.int32) else cast(idx, torch.int16, torch.int64)
-    for target, kwargs in score_chain(region.hints):
-        weights = build.call(target, weights, **kwargs)
-        have = kwargs.get("dtype", have)
-    if originals["weights"].dim() != 2 or (slots and originals["weights"].shape[-1] != slots):
-        weights = build.call(aten.reshape.default, weights, [-1, slots])
+    routing = _chosen if "scores" in inputs else _given
+    idx, weights, have = routing(build, region, inputs)
     if have not in (torch.float32, dtype):
         weights = cast(weights, have, torch.float32)
     biases = {
@@ -234,3 +237,37 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     if region.outputs[0].meta["val"].dim() != 2:
         out = build.call(aten.view_as.default, out, inputs["x"])
     return [out]
+
+
+def _given(build: Builder, region: Region, inputs: Mapping[str, fx.Node]) -> tuple[fx.Node, fx.Node, torch.dtype]:
+    """Ids and weights [T, K] from those of the block, and the dtype of the weights."""
+    aten = torch.ops.aten
+    slots = region.hints["slots"]
+    ids, chosen = (region.inputs[role].meta["val"] for role in ("idx", "weights"))
+    idx, weights, have = inputs["idx"], inputs["weights"], chosen.dtype
+    if ids.dim() != 2 or (slots and ids.shape[-1] != slots):
+        idx = build.call(aten.reshape.default, idx, [-1, slots])
+    if ids.dtype not in (torch.int64, torch.int32):
+        idx = build.call(aten._to_copy.default, idx, dtype=torch.int64)
+    for target, kwargs in score_chain(region.hints):
+        weights = build.call(target, weights, **kwargs)
+        have = kwargs.get("dtype", have)
+    if chosen.dim() != 2 or (slots and chosen.shape[-1] != slots):
+        weights = build.call(aten.reshape.default, weights, [-1, slots])
+    return idx, weights, have
+
+
+def _chosen(build: Builder, region: Region, inputs: Mapping[str, fx.Node]) -> tuple[fx.Node, fx.Node, torch.dtype]:
+    """Ids and weights [T, K] of the scores that differ from zero, and the dtype of the weights."""
+    aten = torch.ops.aten
+    scores, like = inputs["scores"], region.inputs["scores"].meta["val"]
+    experts = int(region.inputs["w13"].meta["val"].shape[0])
+    if "dispatch" in inputs:
+        if like.dim() == 2:
+            scores = build.call(aten.unflatten.int, scores, 1, [experts, -1])
+        scores = build.call(aten.sum.dim_IntList, scores, [-1])
+    elif like.dim() != 2:
+        scores = build.call(aten.reshape.default, scores, [-1, experts])
+    largest = build.call(aten.topk.default, build.call(aten.abs.default, scores), int(region.hints["slots"]))
+    idx = build.item(largest, 1)
+    return idx, build.call(aten.gather.default, scores, 1, idx), like.dtype

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ascend_deep.passes.normal_form import numel, size
 from ascend_deep.passes.region import Dims, Region
 
-__all__ = ["Shape", "inputs", "layouts", "plans", "shape_of"]
+__all__ = ["Shape", "capacity_of", "chosen_scores", "inputs", "layouts", "plans", "score_chain", "shape_of"]
 
 _TOKENS = (5, 7, 6, 4, 3, 9, 2, 1, 12, 16, 24, 32, 40, 48)
 _HIDDEN = (24, 40, 16, 8, 48, 32, 12, 20)
@@ -99,8 +99,9 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
             if max(shape.experts, rows * few) * hidden * inner > _LARGEST:
                 continue
             pairs = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
+            pairs += _capacity_pairs(region, shape.experts)
             dims = Dims.plan(pairs)
-            if dims is None:
+            if dims is None or not _room(region, dims):
                 continue
             usable.append(dims)
             if _distinct(pairs):
@@ -111,6 +112,28 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
             if len(usable) > 64:
                 return perfect or usable[:count]
     return perfect or usable[:count]
+
+
+_SLOTS = 3
+"""Capacity of an expert in probes, where the graph's own is a literal."""
+
+
+def _capacity_pairs(region: Region, experts: int) -> list[tuple[Any, int]]:
+    capacity = str(region.hints.get("capacity", ""))
+    if not capacity.isdecimal():  # none, or symbolic: then it follows from the number of tokens
+        return []
+    return [(int(capacity), _SLOTS), (int(capacity) * experts, _SLOTS * experts)]
+
+
+def _room(region: Region, dims: Dims) -> bool:
+    """At these sizes an expert has room for two tokens."""
+    return "capacity" not in region.hints or capacity_of(region, dims) >= 2
+
+
+def capacity_of(region: Region, dims: Dims) -> int:
+    """The number of slots of an expert at these sizes."""
+    text = str(region.hints["capacity"])
+    return dims.size(int(text)) if text.isdecimal() else dims.size_of_text(text)
 
 
 def _few(shape: Shape) -> int:
@@ -224,7 +247,11 @@ def inputs(
     generator = torch.Generator().manual_seed(seed)
     slots, experts = dims.size(_slots(region)), int(region.inputs["w13"].meta["val"].shape[0])
     out: dict[str, Tensor] = {}
+    if "scores" in region.inputs:
+        out = _scores(region, dims, slots, experts, ids, skew, generator, dtype)
     for role, node in region.inputs.items():
+        if role in out:
+            continue
         shape = dims.shape(node)
         if role == "idx":
             out[role] = _ids(numel(shape) // slots, slots, experts, ids, generator).reshape(shape).to(_dtype(node))
@@ -241,6 +268,43 @@ def inputs(
             value[torch.rand(shape, generator=generator) < 0.1] = 0.0
         out[role] = value.to(dtype or _dtype(node))
     return out
+
+
+def _scores(
+    region: Region, dims: Dims, slots: int, experts: int, ids: str, skew: bool, generator: torch.Generator,
+    dtype: torch.dtype | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Scores [T, E] that are zero but for K experts of a token; with capacity, scores and mask [T, E, C]."""
+    tokens = numel(dims.shape(region.inputs["x"])[:-1])
+    chosen = _ids(tokens, slots, experts, ids, generator)
+    weights = torch.randn(tokens, slots, generator=generator, dtype=torch.float64)
+    if skew:
+        weights = weights * 10.0 ** torch.randint(-4, 2, weights.shape, generator=generator)
+    room = capacity_of(region, dims) if "capacity" in region.hints else 1
+    scores = torch.zeros(tokens, experts, room, dtype=torch.float64)
+    taken = [0] * experts
+    for t, k in itertools.product(range(tokens), range(slots)):
+        e = int(chosen[t, k])
+        if "dispatch" not in region.inputs:
+            scores[t, e, 0] = weights[t, k]
+        elif taken[e] < room:  # the rest is dropped
+            scores[t, e, taken[e]] = weights[t, k]
+            taken[e] += 1
+    found = {"scores": scores, "dispatch": (scores != 0).double()}
+    return {
+        role: found[role]
+        .reshape(dims.shape(node))
+        .to((dtype if _dtype(node).is_floating_point else None) or _dtype(node))
+        for role, node in region.inputs.items()
+        if role in found
+    }
+
+
+def chosen_scores(scores: Tensor, tokens: int, slots: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Ids and weights [T, K] of the scores [T, E] or [T, E, C] (in any shape of that order) that differ from zero."""
+    table = scores.reshape(tokens, experts, -1).sum(-1)
+    idx = table.abs().topk(slots, dim=-1).indices
+    return idx, table.gather(1, idx)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -84,10 +84,21 @@ def expert_product(term: Term) -> Product | None:
             return Product(term, rows, weight, stored_weight(gathered.args[0]), ids=gathered.args[1])
     for rows, weight in (term.args, term.args[::-1]):
         stored = stored_weight(weight)
-        held = stored.args[0] if stored.op == "Cast" else stored
-        if len(stored.shape) == 3 and held.op in ("placeholder", "get_attr") and rows.op not in ("placeholder",):
+        if len(stored.shape) == 3 and _is_stored(stored) and not _may_be_weight(rows):
             return Product(term, rows, weight, stored)
     return None
+
+
+def _may_be_weight(rows: Term) -> bool:
+    """True for an operand that could be stored expert weights as well."""
+    return len(rows.shape) == 3 and rows.shape[0] != 1 and _is_stored(rows)
+
+
+def _is_stored(term: Term) -> bool:
+    """An input of the graph, perhaps cast or seen in another shape."""
+    while term.op in ("Cast", "Reshape"):
+        term = term.args[0]
+    return term.op in ("placeholder", "get_attr")
 
 
 def _fused_product(term: Term) -> Term | None:

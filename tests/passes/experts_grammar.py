@@ -1,0 +1,254 @@
+"""A grammar of MoE blocks: router × way of dispatch × spelling of each step × activation × layout × casts, and mutations.
+
+``Block(spec)`` is a module of one block. A mutation changes one step of it, in a way that a hurried author or a careless
+rewrite might: the block stays a valid model, and whatever is fused must still compute what *it* computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HIDDEN, INNER, EXPERTS = 12, 8, 6
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One block. Every field is a key of the table of its name below, or a number."""
+
+    router: str = "softmax_topk"
+    form: str = "grouped"
+    counts: str = "histc"
+    rows: str = "divided"
+    combine: str = "inverse"
+    products: str = "einsum_te"
+    scores: str = "scatter"
+    weigh: str = "mul"
+    act: str = "silu"
+    layout: str = "enk"
+    weight_at: str = "output"
+    bias: bool = False
+    cast: str = "none"
+    scale: float = 1.0
+    slots: int = 2
+    tokens: int = 7
+    lead: bool = False
+    mutation: str = "none"
+
+
+# -- routers: logits -> scores of all experts, ids and weights [T, K] -----------------------------------------------
+def _softmax_topk(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs = logits.softmax(-1)
+    w, idx = probs.topk(k, dim=-1)
+    return probs, idx, w
+
+
+def _renormalised(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs = logits.softmax(-1)
+    w, idx = torch.topk(probs, k, dim=-1)
+    return probs, idx, w / (w.sum(-1, keepdim=True) + 1e-3)
+
+
+def _topk_softmax(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    w, idx = logits.topk(k, dim=-1)
+    return logits, idx, w.softmax(-1)
+
+
+def _sigmoid_bias(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs = logits.sigmoid()
+    idx = (probs + block.correction).topk(k, dim=-1).indices
+    return probs, idx, (probs + block.correction if block.is_("biased_weight") else probs).gather(1, idx)
+
+
+def _argmax(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    probs = logits.softmax(-1)
+    idx = probs.argmax(-1, keepdim=True).expand(-1, 1)
+    return probs, idx, probs.gather(1, idx)
+
+
+def _hashed(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids from a table, as hash layers have them; here the position in the batch is the token."""
+    idx = block.table[: logits.shape[0], :k]
+    probs = logits.softmax(-1)
+    return probs, idx, probs.gather(1, idx)
+
+
+ROUTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "softmax_topk": _softmax_topk, "renormalised": _renormalised, "topk_softmax": _topk_softmax,
+    "sigmoid_bias": _sigmoid_bias, "argmax": _argmax, "hashed": _hashed,
+}  # fmt: skip
+
+
+# -- small steps ----------------------------------------------------------------------------------------------------
+def _oai(g: Tensor, u: Tensor) -> Tensor:
+    g, u = g.clamp(max=2.5), u.clamp(-2.5, 2.5)
+    return (u + 1) * g * torch.sigmoid(g * 1.625)
+
+
+ACTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda g, u: F.silu(g) * u,
+    "written_silu": lambda g, u: u * (g * torch.sigmoid(g)),
+    "gelu": lambda g, u: F.gelu(g) * u,
+    "gelu_tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "relu": lambda g, u: F.relu(g) * u,
+    "limited": lambda g, u: F.silu(g.clamp(max=1.5)) * u.clamp(-1.5, 1.5),
+    "oai": _oai,
+}
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "histc": lambda ids: torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1),
+    "histc_wide": lambda ids: torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS),
+    "one_hot": lambda ids: F.one_hot(ids, EXPERTS).sum(0),
+    "compared": lambda ids: (ids[:, None] == torch.arange(EXPERTS)).sum(0),
+    "scattered": lambda ids: torch.zeros(EXPERTS, dtype=ids.dtype).scatter_add(0, ids, torch.ones_like(ids)),
+}
+ROWS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "divided": lambda x, order, k: x[order // k],
+    "repeated": lambda x, order, k: x.repeat_interleave(k, dim=0)[order],
+    "indexed": lambda x, order, k: x.index_select(0, torch.arange(x.shape[0]).repeat_interleave(k)[order]),
+    "gathered": lambda x, order, k: x.gather(0, (order // k)[:, None].expand(-1, x.shape[1])),
+    "expanded": lambda x, order, k: x[:, None].expand(-1, k, -1).reshape(-1, x.shape[1])[order],
+}
+
+
+def _inverse(y: Tensor, order: Tensor, x: Tensor, k: int) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return y[inverse].view(x.shape[0], k, -1).sum(1)
+
+
+COMBINE: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "inverse": _inverse,
+    "argsort": lambda y, order, x, k: y[order.argsort()].view(x.shape[0], k, -1).sum(dim=1),
+    "index_add": lambda y, order, x, k: torch.zeros_like(x).index_add(0, order // k, y),
+    "scatter_add": lambda y, order, x, k: torch.zeros_like(x).scatter_add(
+        0, (order // k)[:, None].expand(-1, x.shape[1]), y
+    ),
+    "placed": lambda y, order, x, k: torch.zeros_like(y).index_copy(0, order, y).view(x.shape[0], k, -1).sum(1),
+}
+
+
+def _written(w: Tensor, idx: Tensor, probs: Tensor) -> Tensor:
+    scores = torch.zeros(idx.shape[0], EXPERTS, dtype=w.dtype)
+    scores[torch.arange(idx.shape[0])[:, None], idx] = w
+    return scores
+
+
+def _mask(idx: Tensor) -> Tensor:
+    return F.one_hot(idx, EXPERTS).sum(1) > 0
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "scatter": lambda w, idx, probs: torch.zeros(idx.shape[0], EXPERTS, dtype=w.dtype).scatter(1, idx, w),
+    "scatter_like": lambda w, idx, probs: torch.zeros_like(probs).scatter_(1, idx, w),
+    "scatter_add": lambda w, idx, probs: torch.zeros_like(probs).scatter_add(1, idx, w),
+    "one_hot": lambda w, idx, probs: (F.one_hot(idx, EXPERTS) * w[..., None]).sum(1),
+    "one_hot_einsum": lambda w, idx, probs: torch.einsum("tke,tk->te", F.one_hot(idx, EXPERTS).to(w.dtype), w),
+    "compared": lambda w, idx, probs: ((idx[..., None] == torch.arange(EXPERTS)) * w[..., None]).sum(-2),
+    "written": _written,
+    "masked": lambda w, idx, probs: probs * _mask(idx),
+    "where": lambda w, idx, probs: torch.where(_mask(idx), probs, 0.0),
+    "renormalised_mask": lambda w, idx, probs: F.normalize(probs * _mask(idx), p=1.0, dim=-1),
+    "masked_softmax": lambda w, idx, probs: probs.masked_fill(~_mask(idx), float("-inf")).softmax(-1),
+    "threshold": lambda w, idx, probs: probs * (probs >= probs.topk(idx.shape[1], dim=-1).values[:, -1:]),
+    "soft": lambda w, idx, probs: probs,
+    "straight_through": lambda w, idx, probs: _mask(idx) + probs - probs.detach(),
+}
+WEIGH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # y [T, E, H], scores [T, E]
+    "mul": lambda y, s: (y * s[..., None]).sum(1),
+    "mul_expert_first": lambda y, s: (y.transpose(0, 1) * s.t().unsqueeze(-1)).sum(0),
+    "einsum": lambda y, s: torch.einsum("teh,te->th", y, s),
+    "bmm": lambda y, s: torch.bmm(s.unsqueeze(1), y).squeeze(1),
+    "matmul": lambda y, s: (s[:, None] @ y)[:, 0],
+}
+
+# -- mutations: where, and what happens to the value there -----------------------------------------------------------
+MUTATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "none": ("nowhere", lambda v: v),
+    "biased_weight": ("router", lambda v: v),
+    "squared_weight": ("weights", lambda v: v * v),
+    "detached_weight": ("weights", lambda v: v.detach()),
+    "no_weight": ("weights", torch.ones_like),
+    "shuffled_weight": ("weights", lambda v: v.flip(-1)),
+    "other_token": ("weights", lambda v: v.roll(1, 0)),
+    "rounded_weight": ("weights", lambda v: v.bfloat16().to(v.dtype)),
+    "next_expert": ("ids", lambda v: (v + 1) % EXPERTS),
+    "off_by_one": ("ids", lambda v: (v + 1).clamp(max=EXPERTS - 1)),
+    "detached_rows": ("rows", lambda v: v.detach()),
+    "scaled_rows": ("rows", lambda v: v * 1.1),
+    "swapped": ("hidden", lambda v: torch.cat(v.chunk(2, -1)[::-1], -1)),
+    "interleaved": ("hidden", lambda v: torch.cat([v[..., ::2], v[..., 1::2]], -1)),
+    "scaled_hidden": ("hidden", lambda v: v * 0.5),
+    "shifted_hidden": ("hidden", lambda v: v + 0.25),
+    "clamped_far": ("hidden", lambda v: v.clamp(max=77.0)),
+    "dropout": ("activated", lambda v: F.dropout(v, 0.3, training=True)),
+    "normed": ("activated", lambda v: v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)),
+    "scaled_result": ("result", lambda v: v * 2.5),
+    "shifted_result": ("result", lambda v: v + 1.0),
+    "softcap": ("result", lambda v: torch.tanh(v / 30) * 30),
+    "reversed_rows": ("result", lambda v: v.flip(0)),
+    "wrong_offsets": ("offsets", lambda v: v.roll(1)),
+    "few_bins": ("counts", lambda v: v.clamp(max=1)),
+    "dropped_last": ("order", lambda v: v.flip(0)),
+}
+
+
+class Block(nn.Module):
+    """The block of ``spec``: x [T, H] or [1, T, H] to the same shape."""
+
+    def __init__(self, spec: Spec, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+
+        def stored(*shape: int, size: float) -> nn.Parameter:
+            return nn.Parameter((torch.randn(shape, generator=generator, dtype=torch.float64) * size).to(dtype))
+
+        n, swap = 2 * INNER, spec.layout == "ekn"
+        self.gate = stored(EXPERTS, HIDDEN, size=1.0)
+        self.w13 = stored(EXPERTS, *((HIDDEN, n) if swap else (n, HIDDEN)), size=0.5)
+        self.w2 = stored(EXPERTS, *((INNER, HIDDEN) if swap else (HIDDEN, INNER)), size=0.5)
+        self.b13 = stored(EXPERTS, n, size=0.5) if spec.bias else None
+        self.b2 = stored(EXPERTS, HIDDEN, size=0.5) if spec.bias else None
+        self.register_buffer("correction", torch.randn(EXPERTS, generator=generator, dtype=torch.float64).to(dtype))
+        self.register_buffer("table", torch.randint(0, EXPERTS, (64, 4), generator=generator))
+
+    def is_(self, mutation: str) -> bool:
+        return self.spec.mutation == mutation
+
+    def at(self, place: str, value: Tensor) -> Tensor:
+        """``value``, or what the mutation makes of it if it acts at ``place``."""
+        where, change = MUTATIONS[self.spec.mutation]
+        return change(value) if where == place else value
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w13 as [E, H, N] and w2 as [E, I, H]."""
+        if self.spec.layout == "ekn":
+            return self.w13, self.w2
+        return self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+
+    def activate(self, h: Tensor) -> Tensor:
+        gate, up = self.at("hidden", h).chunk(2, -1)
+        return self.at("activated", ACTS[self.spec.act](gate, up))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from experts_forms import FORMS  # the forms use this module's tables
+
+        flat = x.reshape(-1, HIDDEN) if self.spec.lead else x
+        logits = F.linear(flat, self.gate)
+        probs, idx, w = ROUTERS[self.spec.router](self, logits, self.spec.slots)
+        idx, w = self.at("ids", idx), self.at("weights", w)
+        if self.spec.scale != 1.0:
+            w, probs = w * self.spec.scale, probs * self.spec.scale
+        if self.spec.cast == "weights":
+            w = w.to(torch.float32).to(x.dtype)
+        out = FORMS[self.spec.form](self, flat, idx, w, probs)
+        return out.view(x.shape) if self.spec.lead else out
+
+
+def parameters(block: Block) -> list[Any]:
+    return list(block.parameters())
