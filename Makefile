@@ -2,6 +2,7 @@
 #
 #   make demo     compile a real Qwen3-MoE, show what was fused, the check against eager and the speed-up
 #   make test     the test suite
+#   make test-npu the tests with the torch_npu wheel, in an environment of their own (.venv-npu); no NPU, no CANN
 #   make bench    the benchmark table
 #   make lint     ruff          make types    mypy          make clean    remove everything that was made here
 #
@@ -25,7 +26,7 @@ SOURCES := $(wildcard setup.py pyproject.toml native/cpu/build.py native/cpu/*.c
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test bench lint types clean
+.PHONY: help install demo test test-npu bench lint types clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,6 +61,23 @@ test: install
 	@$(SAY) "Running the tests in $(WORKERS) processes"
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# torch_npu changes `import torch`, so it gets a second environment. Everything but the wheel comes from the first one.
+NPU_VENV := .venv-npu
+NPU_PY   := $(NPU_VENV)/bin/python
+
+$(NPU_VENV)/.installed: tests/npu/requirements.txt $(VENV)/.installed
+	@$(SAY) "Making $(NPU_VENV) and installing torch_npu"
+	@$(PY) -m venv --without-pip --clear $(NPU_VENV)
+	@$(PIP) --python $(NPU_PY) install --no-deps -r tests/npu/requirements.txt
+	@echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
+	  > "$$($(NPU_PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/first_environment.pth"
+	@touch $@
+
+test-npu: $(NPU_VENV)/.installed
+	@$(SAY) "Running the tests with torch_npu over stand-ins for CANN. Nothing runs on Ascend hardware."
+	@ASCEND_DEEP_NPU_RIG=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 $(NPU_PY) -m pytest \
+	  tests/npu/wheel tests/npu/device $(ARGS)
+
 bench: install
 	@$(SAY) "Running the benchmarks"
 	@$(PY) -m benchmarks $(ARGS)
@@ -78,6 +96,6 @@ types: $(VENV)/.packages
 	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --no-incremental ascend_deep setup.py $(CHECKED)
 
 clean:
-	rm -rf $(VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out
+	rm -rf $(VENV) $(NPU_VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out
 	find . -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

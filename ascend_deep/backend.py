@@ -7,7 +7,9 @@ import importlib.metadata
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,12 +19,15 @@ import torch
 from torch import fx
 
 from ascend_deep import lowering
+from ascend_deep.graph_breaks import graph_breaks
+from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.native import table
+from ascend_deep.native.torch_npu import soc
 from ascend_deep.options import Options
 from ascend_deep.passes import certificates
 from ascend_deep.passes._types import Outcome
 from ascend_deep.passes.graph_view import GraphView, clean_module_path
-from ascend_deep.passes.pipeline import Pipeline
+from ascend_deep.passes.pipeline import NO_TOKENS, Pipeline
 from ascend_deep.report import GraphInfo, OwnCall, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
 
@@ -30,7 +35,8 @@ __all__ = ["ascend_deep", "sources"]
 
 log = logging.getLogger("ascend_deep")
 
-_DEVICE_OF_TARGET = {"auto": "", "cpu": "cpu", "cuda": "cuda", "ascend950": "npu", "ascend910b": "npu"}
+_FAMILY_OF_TARGET = {"ascend950": "950pr", "ascend950dt": "950dt", "ascend910b": "910b", "ascend910_93": "910_93"}
+_DEVICE_OF_TARGET = {"auto": "", "cpu": "cpu", "cuda": "cuda", **dict.fromkeys(_FAMILY_OF_TARGET, "npu")}
 _DONE = "ascend_deep_stage"
 
 
@@ -57,8 +63,19 @@ def ascend_deep(
     downstream = lowering.choose(chosen.downstream, example_inputs)
     stage = _Stage(chosen, gm)
     info = _describe(gm, chosen, downstream)
+    start = time.perf_counter()
+    if chosen.emit:
+        with _planned(chosen.target):
+            stage.run(gm)
+            family = _FAMILY_OF_TARGET[chosen.target]
+            for file in lowering.emit(gm, example_inputs, family, Path(chosen.emit_to)):
+                log.info("wrote %s", file)
     compiled = lowering.hand_off(downstream, gm, example_inputs, stage, mode, chosen.inductor)
+    seconds = time.perf_counter() - start
     outcome, cached = stage.finish()
+    # A stored outcome has the times of the compile that made it; this one did nothing but look it up.
+    ours = {} if cached else dict(outcome.timings)
+    outcome = replace(outcome, timings={**ours, "downstream": max(0.0, seconds - sum(ours.values()))})
     after = sum(n.op == "call_function" for n in gm.graph.nodes)
     report = record(outcome, replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after))
     _tell(outcome, report)
@@ -68,6 +85,12 @@ def ascend_deep(
         except OSError as error:
             log.warning("the report could not be written to %s: %s.", chosen.report, error)
     return compiled
+
+
+def _planned(target: str) -> AbstractContextManager[Any]:
+    """Providers answer for ``target`` if it is an Ascend processor, whatever this machine is."""
+    family = _FAMILY_OF_TARGET.get(target)
+    return soc.planned(family) if family is not None else nullcontext()
 
 
 class _Stage:
@@ -89,7 +112,8 @@ class _Stage:
             device=_DEVICE_OF_TARGET[self._options.target],
             strict=self._options.strict and self._options.target == "auto",
         )
-        self._outcome = pipeline.run(gm)
+        with _planned(self._options.target):
+            self._outcome = pipeline.run(gm)
         certificates.write_text(self._path, json.dumps(encode(self._outcome)))
 
     def uuid(self) -> str:
@@ -187,9 +211,36 @@ def _warn_once() -> None:
     )
 
 
+class _Breaks:
+    """Breaks inside expert loops that were told already, and how far Dynamo's list has been read."""
+
+    def __init__(self) -> None:
+        self._mark = _dynamo_compat.break_mark()
+        self._told: set[str] = set()
+
+    def tell(self) -> None:
+        """One WARNING for each expert loop that ended a graph: what is in it cannot be fused, and the way out."""
+        # The list starts anew when Dynamo is reset.
+        mark = self._mark if self._mark <= _dynamo_compat.break_mark() else 0
+        self._mark = _dynamo_compat.break_mark()
+        for found in graph_breaks(_dynamo_compat.breaks_since(mark)):
+            if found.hint and found.source not in self._told and not is_collecting():
+                self._told.add(found.source)
+                log.warning(
+                    "the graph breaks inside a loop over experts at %s, which therefore is not fused: call "
+                    "ascend_deep.prepare(model) before torch.compile.",
+                    found.source,
+                )
+
+
+_BREAKS = _Breaks()
+
+
 def _tell(outcome: Outcome, report: Report) -> None:
-    """One WARNING per process for a compile without matches, details at INFO."""
-    if not outcome.matches and not report.matches and not is_collecting():
+    """One WARNING per process for a compile without matches and one per broken expert loop, details at INFO."""
+    _BREAKS.tell()
+    without_tokens = bool(outcome.misses) and all(m.reason == NO_TOKENS for m in outcome.misses)
+    if not outcome.matches and not report.matches and not is_collecting() and not without_tokens:
         _warn_once()
     if outcome.untouched:
         log.info("graph handed over untouched: %s", outcome.untouched)

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ascend_deep._lower import lower
 from ascend_deep.coverage.command import coverage
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ def bench(
 
 
 app.command()(coverage)
+app.command()(lower)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

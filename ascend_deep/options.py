@@ -10,10 +10,11 @@ from typing import Any
 
 from ascend_deep.passes.catalogue import NAMES
 
-__all__ = ["DOWNSTREAMS", "TARGETS", "VERIFY", "Options", "OptionsError"]
+__all__ = ["DOWNSTREAMS", "EMITS", "TARGETS", "VERIFY", "Options", "OptionsError"]
 
 DOWNSTREAMS = ("auto", "inductor", "aot_eager", "eager", "npu", "npugraph_ex")
-TARGETS = ("auto", "cpu", "cuda", "ascend950", "ascend910b")
+TARGETS = ("auto", "cpu", "cuda", "ascend950", "ascend950dt", "ascend910b", "ascend910_93")
+EMITS = ("", "ge")
 VERIFY = ("probe", "shadow", "off")
 
 
@@ -36,6 +37,9 @@ class Options:
         strict: an op that would fall to its reference body is an error instead of a slower run.
         report: path that the report is written to after each compile, ``.json`` or ``.html``; ``""``: nowhere.
         inductor: Inductor options that are passed on, as ``torch.compile(options=...)`` takes them.
+        emit: ``"ge"`` also writes the graph that Ascend's graph engine would get, for an Ascend ``target``; it needs
+            the torch_npu wheel, and neither NPU nor CANN. ``""``: nothing.
+        emit_to: folder for it.
     """
 
     downstream: str = "auto"
@@ -46,11 +50,17 @@ class Options:
     strict: bool = False
     report: str = ""
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    emit: str = ""
+    emit_to: str = "ascend_deep_ge"
 
     def __post_init__(self) -> None:
         _one_of("downstream", self.downstream, DOWNSTREAMS)
         _one_of("target", self.target, TARGETS)
         _one_of("verify", self.verify, VERIFY)
+        _one_of("emit", self.emit, EMITS)
+        if self.emit and not self.target.startswith("ascend"):
+            ascend = ", ".join(t for t in TARGETS if t.startswith("ascend"))
+            raise OptionsError(f"option 'emit' is {self.emit!r} for target {self.target!r}; it takes one of {ascend}.")
         for name in ("enable", "disable"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Iterable):

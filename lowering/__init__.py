@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from ascend_deep.lowering import inductor
+from ascend_deep.lowering import _torch_compat, inductor
 
-__all__ = ["Stage", "choose", "hand_off"]
+__all__ = ["Stage", "choose", "emit", "hand_off", "stubs_folder"]
 
 
 class Stage(Protocol):
@@ -53,7 +54,37 @@ def hand_off(
         return inductor.compile(gm, example_inputs, stage, mode, inductor_options)
     backend = _lookup(downstream)
     stage.run(gm)
+    if downstream == "npu":
+        from ascend_deep.lowering import torchair
+
+        backend = torchair.backend()
+    if downstream == "npugraph_ex":
+        from ascend_deep.lowering import npugraph_check
+
+        npugraph_check.require_capturable(gm)
     return backend(gm, example_inputs)
+
+
+def stubs_folder() -> Path:
+    """Where stand-ins for CANN are made and kept, if a conversion needs them."""
+    return Path(_torch_compat.cache_dir()) / "ascend_deep_cann"
+
+
+def emit(gm: fx.GraphModule, example_inputs: Sequence[Any], family: str, folder: Path) -> list[Path]:
+    """Write the graph that Ascend's graph engine would get for a rewritten graph; returns the files.
+
+    Args:
+        family: of the processor, see ``native/torch_npu/soc.py``.
+        folder: gets a folder of its own for each graph that Dynamo hands over.
+
+    Raises:
+        RuntimeError: torch_npu is not usable here, or an op cannot be converted; one sentence.
+    """
+    from ascend_deep.lowering import torchair_emit
+
+    graphs = torchair_emit.convert(gm, example_inputs, family, stubs_folder())
+    number = sum(1 for _ in folder.glob("compile_*")) if folder.is_dir() else 0
+    return torchair_emit.write(graphs, folder / f"compile_{number}")
 
 
 def _lookup(name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ are given to torchair directly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
+from ascend_deep.native.torch_npu import soc
 
 __all__ = ["NoGraphEngineOp", "backend", "decompositions", "expand", "register_converters"]
 
@@ -42,9 +43,10 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         NoGraphEngineOp: no provider takes the call, and the reference body cannot be traced.
     """
-    choice = ops.provider(name, _DEVICE, args, kwargs)
-    if choice.provider is not None:
-        return choice.provider.kernels[name](*args, **kwargs)
+    with soc.in_graph():
+        choice = ops.provider(name, _DEVICE, args, kwargs)
+        if choice.provider is not None:
+            return choice.provider.kernels[name](*args, **kwargs)
     if name not in _ON_HOST:
         return ops.reference(name)(*args, **kwargs)
     why = "; ".join(map(str, choice.refusals)) or "there is no provider for NPUs."
@@ -124,19 +126,3 @@ class _Converting(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._current = n
         return super().run_node(n)
-
-
-def refused_ops(gm: fx.GraphModule) -> Sequence[str]:
-    """One sentence per call of ours in ``gm`` that no NPU provider takes and that cannot be expanded otherwise."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("ascend_deep."):
-            continue
-        name = str(node.target).split(".")[1]
-        if name not in ops.OPS or name not in _ON_HOST:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val", n.meta.get("example_value")))
-        choice = ops.provider(name, _DEVICE, args, kwargs)
-        if choice.provider is None:
-            found.append(f"{node.name} ({name}): {'; '.join(map(str, choice.refusals))}")
-    return found

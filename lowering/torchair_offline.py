@@ -22,7 +22,7 @@ from ascend_deep.lowering import torchair_stubs
 
 __all__ = ["DEVICES", "OfflineError", "import_torch_npu", "offline"]
 
-DEVICES = {"910b": "Ascend910B1", "910_93": "Ascend910_9392", "950pr": "Ascend950PR_9599", "950dt": "Ascend950DT_9591"}
+DEVICES = {"910b": "Ascend910B1", "910_93": "Ascend910_9392", "950pr": "Ascend950PR_9599", "950dt": "Ascend950DT_9582"}
 """Processor family to one device name of it, as ``torch_npu.npu.get_device_name`` gives it."""
 
 _STUBS: dict[str, torchair_stubs.Stubs] = {}

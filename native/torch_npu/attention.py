@@ -20,7 +20,16 @@ _LATENT, _ROPE = 512, 64
 
 
 def sparse_mqa_attention(
-    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, mask: Tensor | None, sink: Tensor | None, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    idx: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    *,
+    scale: float,
+    empty: str,
+    fill: float,
 ) -> tuple[Tensor, Tensor]:
     """As the op says; the schema's arguments."""
     keys = k.shape[2]
@@ -63,6 +72,8 @@ def limits(
     sink: Tensor | None,
     *,
     scale: float,
+    empty: str,
+    fill: float,
 ) -> str | None:
     """Why the vendor's op does not compute this call of ``sparse_mqa_attention``; ``None`` if it does."""
     products = rows.limit("npu_sparse_flash_attention", "products", target)
@@ -70,6 +81,8 @@ def limits(
         return f"torch_npu's npu_sparse_flash_attention is not made for the Ascend {target.family}."
     if mask is not None or sink is not None:
         return f"there is a {'mask' if mask is not None else 'sink'}; the vendor's op is used without one."
+    if empty != "zero":
+        return f"empty is {empty!r}; rows without a key are made zero here."
     if k.shape[1] != 1:
         return f"k has {k.shape[1]} heads; the vendor's op takes one."
     if q.shape[3] != _LATENT + _ROPE or v.shape[3] != _LATENT:

@@ -28,6 +28,9 @@ def refusal(op: str, target: Target, *args: Any, **kwargs: Any) -> str | None:
     products = rows.limit(op, "products", target)
     if products is not None and target.family not in products.value:
         return f"torch_npu's {op} is not made for the Ascend {target.family} ({products.source})."
+    eager_only = rows.limit(op, "eager_only", target) if target.graph else None
+    if eager_only is not None:
+        return f"torch_npu's {op} has no working converter for graphs ({eager_only.source})."
     try:
         CHECKS[op](call, *args, **kwargs)
     except Refused as sentence:

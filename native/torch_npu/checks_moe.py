@@ -233,6 +233,19 @@ def _swiglu(c: Call, input: T, dim: int = -1) -> None:
     c.need(not known(size) or size % 2 == 0, f"takes an even size, which it halves, not {size}")
 
 
+def _swiglu_backward(c: Call, grad_output: T, input: T, dim: int = -1) -> None:
+    _swiglu(c, input, dim)
+    c.dtype("grad_output", grad_output, input.dtype)
+    c.rank("grad_output", grad_output, len(input.shape))
+    half, size = grad_output.shape[dim], input.shape[dim]
+    ok = not (known(half) and known(size)) or 2 * half == size
+    c.need(ok, f"takes a grad_output half as wide as input, not {half} of {size}")
+    row = c.row("row_bytes")
+    if row is not None and known(size):
+        bytes_ = size * input.dtype.itemsize
+        c.need(bytes_ % row.value == 0, f"takes rows of a multiple of {row.value} bytes, not {bytes_}", row.source)
+
+
 def _clipped_swiglu(
     c: Call,
     x: T,
@@ -314,6 +327,7 @@ CHECKS: Mapping[str, Callable[..., None]] = {
     "npu_moe_finalize_routing": _moe_finalize_routing,
     "npu_grouped_matmul": _grouped_matmul,
     "npu_swiglu": _swiglu,
+    "npu_swiglu_backward": _swiglu_backward,
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_quant_matmul": _quant_matmul,
     "npu_moe_distribute_dispatch_v2": _moe_distribute_dispatch_v2,

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.torch_npu import activation, attention, experts, indexer, permute, routing, soc
+from ascend_deep.native.torch_npu import (
+    activation,
+    attention,
+    experts,
+    experts_backward,
+    indexer,
+    permute,
+    routing,
+    soc,
+)
 
 __all__ = ["REFUSED_AT_RUN_TIME", "TORCH_NPU"]
 
@@ -88,6 +97,7 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
     "moe_permute": (permute.moe_permute, permute.permute_limits),
     "moe_combine": (permute.moe_combine, permute.combine_limits),
     "moe_experts": (experts.moe_experts, experts.limits),
+    "moe_experts_backward": (experts_backward.moe_experts_backward, experts_backward.limits),
     "swiglu": (activation.swiglu, activation.swiglu_limits),
     "mqa_topk": (indexer.mqa_topk, indexer.limits),
     "sparse_mqa_attention": (attention.sparse_mqa_attention, attention.limits),

@@ -1,7 +1,7 @@
 """``moe_route`` by the vendor's gating ops.
 
     npu_moe_gating_top_k             softmax or sigmoid, then bias, groups and choice; sigmoid is always renormalised
-    npu_moe_gating_top_k_softmax_v2  choice by logits, softmax over the chosen
+    npu_moe_gating_top_k_softmax_v2  choice by logits, softmax over the chosen; in graphs torch's own topk and softmax
 
 Where the vendor's weights are not those that are asked for, its normalised scores are read at the chosen ids and the
 rest is done here. Logits go in as f32, so that the weights come out as f32. Ties: the vendor's documents name no rule;
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.torch_npu import soc
 from ascend_deep.native.torch_npu._call import Spec
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.soc import Target
@@ -42,7 +43,11 @@ def moe_route(
     """As the op says; the schema's arguments."""
     x = logits.to(torch.float32)
     if select == "logits":
-        weights, idx, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(x, k=int(topk), renorm=1)
+        if _in_graph():
+            values, idx = x.topk(int(topk), -1)
+            weights = values.softmax(-1)
+        else:
+            weights, idx, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(x, k=int(topk), renorm=1)
         # The chosen weights already sum to one; what is left of renormalising is the epsilon.
         return _renormalised(weights, renorm, eps, scale), idx.to(torch.int64)
     direct = renorm == ("sum" if scoring == "sigmoid" else "none")
@@ -61,6 +66,12 @@ def moe_route(
     if not direct:
         weights = _renormalised(scores.gather(1, ids), renorm, eps, scale)
     return weights.contiguous(), ids
+
+
+def _in_graph() -> bool:
+    """True where torchair converts the call: it cannot convert the vendor's op for a choice by logits."""
+    target = soc.current()
+    return target is not None and target.graph
 
 
 def _groups(n_group: int, topk_group: int, group_score: str) -> dict[str, int]:
@@ -103,7 +114,7 @@ def limits(
         if scoring != "softmax" or bias is not None or n_group != 1:
             what = "a bias" if bias is not None else "groups" if n_group != 1 else scoring
             return f"the experts are chosen by logits, with {what}; the vendor's op for that has softmax alone."
-        return refusal("npu_moe_gating_top_k_softmax_v2", target, x, k=topk, renorm=1)
+        return None if target.graph else refusal("npu_moe_gating_top_k_softmax_v2", target, x, k=topk, renorm=1)
     if group_fill == "zero" and n_group != 1 and topk_group != n_group:
         return "group_fill is 'zero'; the vendor's op never chooses from a group that was not kept."
     extra: dict[str, Any] = {} if bias is None else {"bias": Spec(tuple(bias.shape), torch.float32)}

@@ -72,6 +72,12 @@ ROWS: tuple[Row, ...] = (
     Row("npu_moe_gating_top_k_softmax_v2", "dtypes", _FLOATS, _SOFTMAX),
     Row("npu_moe_gating_top_k_softmax_v2", "k_max", 1024, _SOFTMAX),
     Row("npu_moe_gating_top_k_softmax_v2", "renorm", (0, 1), _SOFTMAX),
+    Row(
+        "npu_moe_gating_top_k_softmax_v2",
+        "eager_only",
+        True,
+        "torchair of torch_npu 2.13 passes its op a wrong argument",
+    ),
     Row("npu_moe_init_routing_v2", "products", FAMILIES, "aclnnMoeInitRoutingV3, supported products"),
     Row("npu_moe_init_routing_v2", "dtypes", (*_FLOATS, torch.int8), _INIT),
     Row("npu_moe_init_routing_v2", "experts_max", 10240, _INIT),
@@ -100,6 +106,10 @@ ROWS: tuple[Row, ...] = (
     Row("npu_swiglu", "products", FAMILIES, "aclnnSwiGlu, supported products"),
     Row("npu_swiglu", "dtypes", _FLOATS, "torch_npu 2.13, npu_swiglu"),
     Row("npu_swiglu", "rank_max", 8, "torch_npu 2.13, npu_swiglu"),
+    Row("npu_swiglu_backward", "products", FAMILIES, "aclnnSwiGluGrad, supported products"),
+    Row("npu_swiglu_backward", "dtypes", _FLOATS, "aclnnSwiGluGrad"),
+    Row("npu_swiglu_backward", "rank_max", 8, "aclnnSwiGluGrad"),
+    Row("npu_swiglu_backward", "row_bytes", 64, "aclnnSwiGluGrad, as callers of it report"),
     Row("npu_clipped_swiglu", "products", A2_A3, "aclnnClippedSwiglu, supported products"),
     Row("npu_clipped_swiglu", "dtypes", _FLOATS, _CLIP),
     Row("npu_clipped_swiglu", "rank_min", 2, _CLIP),
@@ -148,7 +158,7 @@ def limit(op: str, what: str, target: Target) -> Row | None:
 
     An unknown CANN release counts as too old: a limit with ``since`` allows something.
     """
-    for row in _BY_NAME[op, what]:
+    for row in _BY_NAME.get((op, what), ()):
         if target.family in row.socs:
             from ascend_deep.native.torch_npu.soc import cann
 

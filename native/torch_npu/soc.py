@@ -12,24 +12,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["FAMILIES", "Target", "cann", "current", "family", "is_planned", "planned"]
+__all__ = ["FAMILIES", "Target", "cann", "current", "family", "in_graph", "is_planned", "planned"]
 
 FAMILIES = ("910b", "910_93", "950pr", "950dt")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A processor family of ``FAMILIES`` and, where it is known, the CANN release."""
+    """A family of ``FAMILIES``, the CANN release where it is known, and whether torchair converts the call."""
 
     family: str
     cann: Version | None = None
+    graph: bool = False
 
 
 _PLANNED: ContextVar[Target | None] = ContextVar("ascend_deep_npu_target", default=None)
+_GRAPH: ContextVar[bool] = ContextVar("ascend_deep_npu_graph", default=False)
 
 
 def family(device_name: str) -> str | None:
@@ -84,6 +86,16 @@ def planned(name: str, release: str | None = None) -> Iterator[Target]:
         _PLANNED.reset(token)
 
 
+@contextmanager
+def in_graph() -> Iterator[None]:
+    """Within this context calls are for torchair: ops that it cannot convert are refused."""
+    token = _GRAPH.set(True)
+    try:
+        yield
+    finally:
+        _GRAPH.reset(token)
+
+
 @functools.cache
 def _device() -> Target | None:
     torch_npu = sys.modules["torch_npu"]
@@ -101,10 +113,8 @@ def _device() -> Target | None:
 
 def current() -> Target | None:
     """The planned target, else this machine's; ``None`` where there is neither. Never imports torch_npu."""
-    chosen = _PLANNED.get()
-    if chosen is not None:
-        return chosen
-    return _device() if "torch_npu" in sys.modules else None
+    chosen = _PLANNED.get() or (_device() if "torch_npu" in sys.modules else None)
+    return replace(chosen, graph=True) if chosen is not None and _GRAPH.get() else chosen
 
 
 def is_planned() -> bool:

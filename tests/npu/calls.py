@@ -39,6 +39,8 @@ def valid(op: str, family: str) -> Call:
         return {**operands, "group_list": spec(I64, 8), **how}
     if op == "npu_swiglu":
         return {"input": spec(BF16, 21, 64)}
+    if op == "npu_swiglu_backward":
+        return {"grad_output": spec(BF16, 21, 32), "input": spec(BF16, 21, 64)}
     if op == "npu_clipped_swiglu":
         return {"x": spec(BF16, 21, 64), "limit": 1.7}
     if op == "npu_lightning_indexer":
@@ -96,6 +98,10 @@ def _matmul(x: torch.dtype, bias: torch.dtype | None, groups: int = 8, inner: in
     return {**operands, "group_list": spec(I64, groups)}
 
 
+def _back(dtype: torch.dtype, *shape: int) -> Call:
+    return {"grad_output": spec(dtype, *shape[:-1], shape[-1] // 2), "input": spec(dtype, *shape)}
+
+
 def _final(rows: torch.dtype, scales: torch.dtype) -> Call:
     return {"expanded_permuted_rows": spec(rows, 21, 1, 48), "scales": spec(scales, 7, 3)}
 
@@ -114,7 +120,7 @@ def _attention(dtype: torch.dtype) -> Call:
 LI, QLI, SFA = "npu_lightning_indexer", "npu_quant_lightning_indexer", "npu_sparse_flash_attention"
 GATE, GATE2, INIT = "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax_v2", "npu_moe_init_routing_v2"
 FINAL, GMM, CLIP = "npu_moe_finalize_routing", "npu_grouped_matmul", "npu_clipped_swiglu"
-QMM, DISPATCH = "npu_quant_matmul", "npu_moe_distribute_dispatch_v2"
+BACK, QMM, DISPATCH = "npu_swiglu_backward", "npu_quant_matmul", "npu_moe_distribute_dispatch_v2"
 
 # (op, limit) -> what to change so that the call is just inside, and just outside. A function gets the processor family.
 SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
@@ -149,6 +155,9 @@ SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
     (GMM, "act_type"): lambda f: ({"act_type": 0}, {"act_type": 5}),
     ("npu_swiglu", "dtypes"): lambda f: ({"input": spec(F32, 21, 64)}, {"input": spec(I64, 21, 64)}),
     ("npu_swiglu", "rank_max"): lambda f: ({"input": spec(F32, *[2] * 8)}, {"input": spec(F32, *[2] * 9)}),
+    (BACK, "dtypes"): lambda f: (_back(F16, 21, 64), _back(torch.float64, 21, 64)),
+    (BACK, "rank_max"): lambda f: (_back(BF16, *[2] * 7, 32), _back(BF16, *[2] * 8, 32)),
+    (BACK, "row_bytes"): lambda f: (_back(BF16, 21, 96), _back(BF16, 21, 80)),
     (CLIP, "dtypes"): lambda f: ({"x": spec(F32, 21, 64)}, {"x": spec(torch.float64, 21, 64)}),
     (CLIP, "rank_min"): lambda f: ({"x": spec(F32, 2, 64)}, {"x": spec(F32, 64)}),
     (LI, "dtypes"): lambda f: (_indexer(LI, F16, F16), _indexer(LI, F32, F32)),

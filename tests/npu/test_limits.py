@@ -1,4 +1,4 @@
-"""The limits of the vendor's ops: each from both sides, per processor; the invalid calls that the vendor's fakes take."""
+"""Limits of the vendor's ops: each from both sides, per processor; the invalid calls that the vendor's fakes take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ascend_deep.native.torch_npu.checks import CHECKS, Spec, refusal
 from ascend_deep.native.torch_npu.soc import Target
 from tests.npu.calls import EIGHT, SIDES, valid
 
-LIMITS = [r for r in rows.ROWS if r.what not in ("products", "no_value")]
+LIMITS = [r for r in rows.ROWS if r.what not in ("products", "no_value", "eager_only")]
 PER_FAMILY = [(r, f) for r in LIMITS for f in r.socs]
 
 
@@ -61,7 +61,7 @@ def _broken(rng: random.Random) -> tuple[str, str, dict[str, Any], str]:
     op = rng.choice(sorted(CHECKS))
     family = rng.choice([f for f in soc.FAMILIES if _made_for(op, f)])
     call = valid(op, family)
-    tensors = [n for n, v in call.items() if isinstance(v, Spec) or isinstance(v, list)]
+    tensors = [n for n, v in call.items() if isinstance(v, (Spec, list))]
     name = rng.choice([n for n in tensors if n not in ("active_expert_range",)])
     value = call[name][0] if isinstance(call[name], list) else call[name]
     kind = rng.choice(("rank", "dtype"))
@@ -117,7 +117,7 @@ def test_texts_without_a_release() -> None:
         ("Ascend910B4-1", "910b"),
         ("Ascend910_9382", "910_93"),
         ("Ascend950PR_9599", "950pr"),
-        ("Ascend950DT_9591", "950dt"),
+        ("Ascend950DT_9582", "950dt"),
         ("Ascend910_9589", "950pr"),
         ("Ascend310P3", None),
         ("Ascend910A", None),
@@ -125,6 +125,15 @@ def test_texts_without_a_release() -> None:
 )
 def test_processor_names(name: str, family: str | None) -> None:
     assert soc.family(name) == family
+
+
+def test_an_op_without_a_converter_is_refused_in_graphs_only() -> None:
+    call = valid("npu_moe_gating_top_k_softmax_v2", "910b")
+    assert refusal("npu_moe_gating_top_k_softmax_v2", Target("910b"), **call) is None
+    sentence = str(refusal("npu_moe_gating_top_k_softmax_v2", Target("910b", graph=True), **call))
+    assert "no working converter" in sentence
+    with soc.planned("910b"), soc.in_graph():
+        assert soc.current() == Target("910b", None, graph=True)
 
 
 def test_symbolic_sizes_are_not_compared() -> None:

@@ -86,7 +86,7 @@ BELOW = {
     "passes": ("ops", "native.table", "native._provider", "lowering._torch_compat"),
     "ops": ("native",),
     "native": (),
-    "lowering": ("ops",),
+    "lowering": ("ops", "native.torch_npu"),
 }
 
 

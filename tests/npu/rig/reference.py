@@ -45,7 +45,7 @@ def _gating_top_k(
         best = grouped.topk(2, -1).values.sum(-1) if group_select_mode else grouped.max(-1).values
         keep = torch.zeros_like(best).scatter(1, best.topk(k_group, 1).indices, 1.0).bool()
         value = torch.where(keep.unsqueeze(-1), grouped, -math.inf).view(x.shape)
-    idx = value.sort(-1, descending=True, stable=True).indices[:, :k]
+    idx = value.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     y = norm.gather(1, idx)
     if norm_type == 1 or renorm == 1:
         y = y / (y.sum(-1, keepdim=True) + eps)
@@ -61,7 +61,7 @@ def _gating_softmax_v2(
     renorm: int | None = 0,
     output_softmax: bool | None = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    order = x.float().sort(-1, descending=True, stable=True)
+    order = x.float().sort(dim=-1, descending=True, stable=True)
     top, idx = order.values[..., :k], order.indices[..., :k]
     y = top.softmax(-1) if renorm else x.float().softmax(-1).gather(-1, idx)
     return y.to(x.dtype), idx.to(torch.int32), x.new_full((0,), 0, dtype=torch.float32)
@@ -239,6 +239,7 @@ def _sparse_flash_attention(
     *,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
+    return_softmax_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert value is not None and query_rope is not None and key_rope is not None
@@ -260,7 +261,7 @@ def _sparse_flash_attention(
             p = (logits - top.unsqueeze(-1)).exp()
             highest[b, 0, s], total[b, 0, s] = top, p.sum(-1)
             out[b, s] = ((p / p.sum(-1, keepdim=True)) @ value[b, at, 0].float()).to(query.dtype)
-    return out, highest, total
+    return (out, highest, total) if return_softmax_lse else (out, highest.new_empty(0), total.new_empty(0))
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,206 @@
+"""Whole models: the lowered graph runs on CPU kernels under the vendor's ops, equals eager, and becomes a GE graph.
+
+Each model is compiled once; its rewritten graph is kept and lowered for several processors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from ascend_deep import lowering, models
+from ascend_deep.backend import _Stage
+from ascend_deep.lowering import _torch_compat, torchair, torchair_emit, torchair_graph
+from ascend_deep.lowering.torchair_emit import Emitted
+from ascend_deep.native.torch_npu import soc
+from ascend_deep.options import Options
+from tests.npu.rig import reference, stubs_folder
+
+SCALARS: dict[str, Any] = {"routed_scaling_factor": 2.5}
+GROUPS: dict[str, Any] = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+
+# Family: config fields, what is fused, vendor ops that have to run on the 910B.
+EXPERTS = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
+MODELS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "mixtral": ({}, {"moe_experts", "moe_route"}, EXPERTS | {"npu_swiglu", "npu_moe_gating_top_k"}),
+    "qwen3_moe": ({"num_experts": 9}, {"moe_experts", "moe_route"}, EXPERTS | {"npu_swiglu", "npu_moe_gating_top_k"}),
+    "deepseek_v3": (
+        {**GROUPS, **SCALARS, "first_k_dense_replace": 0},
+        {"moe_experts", "moe_route"},
+        EXPERTS | {"npu_swiglu", "npu_moe_gating_top_k"},
+    ),
+    "glm4_moe": (
+        {**GROUPS, **SCALARS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        {"moe_experts", "moe_route"},
+        EXPERTS | {"npu_swiglu", "npu_moe_gating_top_k"},
+    ),
+    "gpt_oss": ({}, {"moe_experts"}, EXPERTS | {"npu_clipped_swiglu"}),
+}
+
+
+@dataclass
+class Captured:
+    """A compiled model: its rewritten graphs with their inputs, and eager's result."""
+
+    eager: torch.Tensor
+    fused: set[str] = field(default_factory=set)
+    graphs: list[tuple[fx.GraphModule, list[Any]]] = field(default_factory=list)
+    ran: dict[str, int] = field(default_factory=dict)
+    result: torch.Tensor | None = None
+    emitted: dict[str, list[Emitted]] = field(default_factory=dict)
+    expanded: list[fx.GraphModule] = field(default_factory=list)
+
+
+def _compile(family: str, dynamic: bool, processors: tuple[str, ...], run: bool = True) -> Captured:
+    fields, _, _ = MODELS[family]
+    loaded = models.load(family, fields=fields, layers=1, shape=(2, 9), dtype="float32")
+    with torch.no_grad():
+        captured = Captured(loaded.model(*loaded.args, **loaded.kwargs).logits)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        stage = _Stage(Options.parse({"downstream": "eager"}), gm)
+        stage.run(gm)
+        captured.fused |= {m.op for m in stage.finish()[0].matches}
+        for processor in processors:
+            with soc.planned(processor):
+                graphs = torchair_emit.convert(gm, inputs, processor, stubs_folder())
+            captured.emitted.setdefault(processor, []).extend(graphs)
+
+        def keep(part: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            captured.expanded.append(part)
+            return part.forward
+
+        if not run:
+            return gm.forward
+        with soc.planned("910b"):
+            compiled: Callable[..., Any] = _torch_compat.aot_module_simplified(
+                gm, inputs, fw_compiler=keep, decompositions=dict(torchair.decompositions())
+            )
+        return compiled
+
+    before = dict(reference.CALLS)
+    with torch.no_grad():
+        compiled = torch.compile(loaded.model, backend=backend, dynamic=dynamic or None)
+        captured.result = compiled(*loaded.args, **loaded.kwargs).logits
+    captured.ran = {k: v - before.get(k, 0) for k, v in reference.CALLS.items() if v > before.get(k, 0)}
+    torch._dynamo.reset()
+    return captured
+
+
+@functools.cache
+def captured(family: str) -> Captured:
+    return _compile(family, dynamic=False, processors=("910b", "950pr"))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_lowered_model_equals_eager(family: str) -> None:
+    model, (_, fused, vendor) = captured(family), MODELS[family]
+    assert fused <= model.fused
+    assert model.result is not None
+    torch.testing.assert_close(model.result, model.eager, rtol=1e-3, atol=1e-4)
+    assert vendor <= set(model.ran), model.ran
+    left = [n for g in model.expanded for n in g.graph.nodes if str(n.target).startswith("ascend_deep.")]
+    assert not left, left
+
+
+# Ops of the graph engine per model and processor that stand for the fused parts: the baseline.
+GE = {
+    ("mixtral", "910b"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("qwen3_moe", "910b"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("deepseek_v3", "910b"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("glm4_moe", "910b"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("gpt_oss", "910b"): {"MoeInitRoutingV3": 1, "GroupedMatmul": 2, "ClippedSwiglu": 1},
+    ("mixtral", "950pr"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("qwen3_moe", "950pr"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("deepseek_v3", "950pr"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("glm4_moe", "950pr"): {"MoeGatingTopK": 1, "MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1},
+    ("gpt_oss", "950pr"): {"MoeInitRoutingV3": 1, "GroupedMatmul": 2},
+}
+OURS = {"MoeGatingTopK", "MoeInitRoutingV3", "GroupedMatmul", "SwiGlu", "ClippedSwiglu", "MoeFinalizeRoutingV2"}
+
+
+@pytest.mark.parametrize(("family", "processor"), GE)
+def test_the_graph_engine_gets_the_vendors_ops_and_whole_edges(family: str, processor: str) -> None:
+    (graph,) = captured(family).emitted[processor]
+    assert graph.problems == ()
+    counts = torchair_graph.counts(graph.nodes)
+    wanted = {**GE[family, processor], "MoeFinalizeRoutingV2": 1}
+    assert {k: v for k, v in counts.items() if k in OURS} == wanted
+    node = next(n for n in graph.nodes if n.type == "MoeFinalizeRoutingV2")
+    assert dict(node.attributes)["drop_pad_mode"] == "3"
+    product = next(n for n in graph.nodes if n.type == "GroupedMatmul")
+    attributes = dict(product.attributes)
+    assert (attributes["split_item"], attributes["group_type"], attributes["group_list_type"]) == ("3", "0", "1")
+
+
+def test_symbolic_sizes_stay_symbolic() -> None:
+    model = _compile("qwen3_moe", dynamic=True, processors=("910b",), run=False)
+    (graph,) = model.emitted["910b"]
+    assert graph.problems == ()
+    assert torchair_graph.counts(graph.nodes)["GroupedMatmul"] == 2
+    inputs = [n for n in graph.nodes if n.type == "Data"]
+    assert any("-1" in s for n in inputs for s in n.shapes), [n.shapes for n in inputs]
+    routing = next(n for n in graph.nodes if n.type == "MoeInitRoutingV3")
+    assert dict(routing.attributes)["active_num"] == "-1"
+
+
+def test_converters_registered_with_torchair_build_the_same_ops() -> None:
+    """The other way: torchair meets our ops itself, and our converters expand them."""
+    import torchair as vendor
+
+    from ascend_deep import ops
+    from ascend_deep.lowering.torchair_offline import offline
+
+    assert set(torchair.register_converters()) == set(ops.OPS)
+    compiled: list[Any] = []
+    compiler = vendor.get_compiler(vendor.CompilerConfig())
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def one(part: fx.GraphModule, given: Any) -> Callable[..., Any]:
+            compiled.append(compiler(*torchair_emit._on_npu(part, given)).runner)
+            return part.forward
+
+        with soc.planned("910b"), offline("910b"):
+            done: Callable[..., Any] = _torch_compat.aot_module_simplified(gm, inputs, fw_compiler=one)
+        return done
+
+    h, logits = torch.randn(5, 64), torch.randn(7, 16)
+
+    def function(h: torch.Tensor, logits: torch.Tensor) -> Any:
+        return ops.swiglu(h), ops.moe_route(logits, topk=3, scoring="sigmoid", renorm="sum", scale=2.5)
+
+    torch.compile(function, backend=backend, fullgraph=True)(h, logits)
+    nodes = torchair_graph.read(torchair_emit._emitted(compiled[0].graph).message)
+    assert torchair_graph.problems(nodes) == []
+    counts = torchair_graph.counts(nodes)
+    assert counts["SwiGlu"] == 1 and counts["MoeGatingTopK"] == 1
+    gate = next(n for n in nodes if n.type == "MoeGatingTopK")
+    assert float(dict(gate.attributes)["routed_scaling_factor"]) == 2.5
+
+
+def test_the_emit_option_writes_files_and_the_model_still_runs(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    gate = torch.nn.Linear(24, 16)
+
+    def router(x: torch.Tensor) -> Any:
+        weights, idx = gate(x).softmax(-1).topk(3, -1)
+        return weights / weights.sum(-1, keepdim=True), idx
+
+    options = {"downstream": "eager", "target": "ascend950", "emit": "ge", "emit_to": str(tmp_path)}
+    x = torch.randn(7, 24)
+    with torch.no_grad():
+        got = torch.compile(router, backend="ascend_deep", options=options)(x)
+        torch.testing.assert_close(got, router(x))
+    files = {f.name for f in (tmp_path / "compile_0").iterdir()}
+    assert files == {f"graph_0{ending}" for ending in torchair_emit.FILES.values()}
+    listing = (tmp_path / "compile_0" / "graph_0.txt").read_text()
+    assert listing.startswith("Graph for the graph engine") and "no Ascend hardware was involved" in listing
+    assert "Edge check: every input is an output" in listing and "MoeGatingTopK(" in listing
+    assert (tmp_path / "compile_0" / "graph_0.mmd").read_text().splitlines()[1] == "flowchart TD"
+    assert lowering.stubs_folder().name == "ascend_deep_cann"

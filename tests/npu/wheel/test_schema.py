@@ -1,0 +1,98 @@
+"""The vendor's registered schemas and fakes: our checks have their signatures, our kernels' calls bind to them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ascend_deep.native.torch_npu.checks import CHECKS, Spec
+from tests.npu.calls import EIGHT, valid
+from tests.npu.rig import reference
+
+# Where the vendor's fake differs from what the documents say; all others agree.
+WRONG_FAKES: dict[str, str] = {}
+
+
+def _schema(op: str) -> torch._C.FunctionSchema:
+    return getattr(torch.ops.npu, op).default._schema
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_our_signature_is_the_registered_one(op: str) -> None:
+    ours = list(inspect.signature(CHECKS[op]).parameters.values())[1:]
+    theirs = {a.name: a for a in _schema(op).arguments}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in ours)
+    named = [p for p in ours if p.kind is not p.VAR_KEYWORD]
+    if not open_ended:
+        assert [p.name for p in named] == list(theirs)
+    for p in named:
+        argument = theirs[p.name]
+        assert (p.kind is p.KEYWORD_ONLY) == argument.kwarg_only, p.name
+        if argument.has_default_value() and p.name != "active_expert_range":
+            assert p.default == argument.default_value, p.name
+        else:
+            assert p.default in (inspect.Parameter.empty, ()), p.name
+
+
+@pytest.mark.parametrize("op", reference.KERNELS)
+def test_the_reference_kernels_take_what_the_schema_allows(op: str) -> None:
+    theirs = {a.name for a in _schema(op).arguments}
+    ours = inspect.signature(reference.KERNELS[op]).parameters.values()
+    assert {p.name for p in ours if p.kind is not p.VAR_KEYWORD} <= theirs
+
+
+def _real(value: Any, name: str) -> Any:
+    """A tensor for a ``Spec``: random numbers, or indices in range."""
+    if isinstance(value, list) and value and isinstance(value[0], Spec):
+        return [_real(v, name) for v in value]
+    if not isinstance(value, Spec):
+        return value
+    if value.dtype.is_floating_point:
+        return torch.randn(value.shape).to(value.dtype)
+    if name == "group_list":
+        return torch.full(value.shape, 2, dtype=value.dtype)
+    return torch.randint(0, 7, value.shape).to(value.dtype)
+
+
+@pytest.mark.parametrize("op", reference.KERNELS)
+def test_the_vendors_fake_agrees_with_the_documents(op: str) -> None:
+    family = "950pr" if op == "npu_quant_lightning_indexer" else "910b"
+    call = {name: _real(value, name) for name, value in valid(op, family).items()}
+    names = [a.name for a in _schema(op).arguments if not a.kwarg_only]
+    args = [call.pop(n) for n in names if n in call]
+    function = getattr(torch.ops.npu, op)
+    want = function(*args, **call)
+    with FakeTensorMode() as mode:
+        convert = mode.from_tensor
+        fake = [[convert(t) for t in a] if isinstance(a, list) else _fake(a, convert) for a in args]
+        got = function(*fake, **{k: _fake(v, convert) for k, v in call.items()})
+    want, got = (x if isinstance(x, (tuple, list)) else (x,) for x in (want, got))
+    same = [(tuple(a.shape), a.dtype) for a in want] == [(tuple(b.shape), b.dtype) for b in got]
+    assert same != (op in WRONG_FAKES), [(tuple(b.shape), b.dtype) for b in got]
+
+
+def _fake(value: Any, convert: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return [convert(v) for v in value]
+    return convert(value) if isinstance(value, torch.Tensor) else value
+
+
+def test_the_vendors_fakes_accept_what_we_refuse() -> None:
+    """The reason for our own checks. If a later wheel refuses these, the checks can go."""
+    accepted = []
+    for what, op, changed in EIGHT:
+        call = {n: _real(v, n) for n, v in {**valid(op, "910b"), **changed}.items()}
+        names = [a.name for a in _schema(op).arguments if not a.kwarg_only]
+        with FakeTensorMode() as mode:
+            call = {n: _fake(v, mode.from_tensor) for n, v in call.items()}
+            args = [call.pop(n) for n in names if n in call]
+            try:
+                getattr(torch.ops.npu, op)(*args, **call)
+            except RuntimeError:
+                continue
+        accepted.append(what)
+    assert accepted == [what for what, _, _ in EIGHT][:-1]
