@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 
-from ascend_deep.passes._types import Recogniser
+import torch
+from torch import fx
 
-__all__ = ["NAMES", "TRIGGERS", "load"]
+from ascend_deep.passes._types import Recogniser
+from ascend_deep.passes.graph_view import op_name
+
+__all__ = ["NAMES", "TRIGGERS", "is_candidate", "load"]
 
 # name: (module, attribute)
 _TABLE: Mapping[str, tuple[str, str]] = {
@@ -19,18 +23,44 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "experts_batched": ("ascend_deep.passes.experts_batched", "RECOGNISER"),
     "router": ("ascend_deep.passes.router", "RECOGNISER"),
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
+    "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
 }
 
 NAMES: tuple[str, ...] = tuple(_TABLE)
 
-# Names of calls in a Dynamo graph without any of which no recogniser can match: the gate before capture.
+# Names of calls in a Dynamo graph without any of which no recogniser can match: the gate before capture. Choices of
+# experts or keys; products with the weights of experts or with keys; parts of a tensor that may be its halves (a slice
+# is one only if it is a half, see ``is_candidate``).
 TRIGGERS = frozenset(
     {
-        "topk", "sort", "argsort", "argmax", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "bmm", "baddbmm",
-        "einsum", "matmul", "silu", "gelu", "sigmoid", "chunk", "split",
+        "topk", "sort", "argsort", "argmax", "max", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "bmm",
+        "baddbmm", "baddbmm_", "einsum", "matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "silu",
+        "gelu", "sigmoid", "chunk", "unsafe_chunk", "split", "unsafe_split", "split_with_sizes",
+        "unsafe_split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "narrow", "unbind",
     }
 )  # fmt: skip
+
+
+def is_candidate(node: fx.Node) -> bool:
+    """True if a recogniser may have something to find at this node of a Dynamo graph."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else op_name(node).rsplit(".", 1)[-1]
+    return name in TRIGGERS or (name in ("getitem", "__getitem__", "slice") and _is_half(node))
+
+
+def _is_half(node: fx.Node) -> bool:
+    """A slice that takes half of the last dim of a tensor; models slice all the time, and capture takes a while."""
+    base = node.args[0] if node.args else None
+    whole = base.meta.get("example_value") if isinstance(base, fx.Node) else None
+    part = node.meta.get("example_value")
+    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+        return False
+    if whole.dim() == 0 or whole.dim() != part.dim():
+        return False
+    wide, half = whole.shape[-1], part.shape[-1]
+    return isinstance(wide, int) and isinstance(half, int) and 0 < wide == 2 * half
 
 
 def load(names: Sequence[str]) -> list[Recogniser]:

@@ -25,7 +25,7 @@ from ascend_deep.passes.mqa_walk import CASTS, CONSTANTS, LAYOUT, PRODUCTS, UNAR
 from ascend_deep.passes.region import Region, slice_region
 from ascend_deep.passes.router_selection import named_args
 
-__all__ = ["cuts"]
+__all__ = ["chain", "cuts"]
 
 _MAX_LAYOUTS = 24
 _NOT = frozenset({"aten.bitwise_not", "aten.logical_not"})
@@ -134,7 +134,7 @@ def _depends(node: fx.Node, on: fx.Node, spine: Iterable[fx.Node]) -> bool:
     return False
 
 
-def _chain(view: GraphView, node: fx.Node, casts: bool) -> list[fx.Node]:
+def chain(view: GraphView, node: fx.Node, casts: bool) -> list[fx.Node]:
     """``node`` and what it is a view or an exact upcast of, nearest first."""
     found: list[fx.Node] = []
     for _ in range(24):
@@ -161,7 +161,7 @@ def _exact(low: torch.dtype | None, high: torch.dtype | None) -> bool:
 
 def _common(view: GraphView, nodes: Sequence[fx.Node], casts: bool) -> list[fx.Node]:
     """Where one role may be cut: what all ``nodes`` are views of, furthest back first."""
-    chains = [_chain(view, n, casts) for n in nodes]
+    chains = [chain(view, n, casts) for n in nodes]
     return [n for n in reversed(chains[0]) if all(n in c for c in chains[1:])]
 
 

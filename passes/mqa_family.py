@@ -21,7 +21,7 @@ from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Program, Region
 from ascend_deep.passes.stand_ins import widened
 
-__all__ = ["CANONICAL", "Bench", "arrange", "assignments", "expr", "fit", "restore"]
+__all__ = ["CANONICAL", "Bench", "arrange", "assignments", "expr", "fit", "restore", "run", "size_plan", "snap"]
 
 CANONICAL: Mapping[str, str] = {"q": "BSHD", "kv": "BTD", "weights": "BSH"}
 _SMALL = {"B": 2, "S": 3, "H": 3, "D": 6, "T": 11}
@@ -98,8 +98,46 @@ def _selected(node: fx.Node) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _run(op: Callable[..., Any], *args: Any) -> Any:
+def run(op: Callable[..., Any], *args: Any) -> Any:
     return op(*args)
+
+
+def size_plan(wanted: Mapping[str, int], real: Mapping[str, Any]) -> Dims | None:
+    """Sizes at which each dim is at least as large as wanted; None if none were found.
+
+    Args:
+        wanted: size to run at, by name of a dim.
+        real: the size in the model, int or SymInt, by name.
+    """
+    symbols: dict[str, int] = {}
+    literals: dict[int, int] = {}
+    for name, size in real.items():
+        e = expr(size)
+        if e.is_Symbol:
+            symbols[str(e)] = max(symbols.get(str(e), 0), wanted[name])
+        elif not e.free_symbols and int(e) > 1:
+            literals[int(e)] = max(literals.get(int(e), 0), wanted[name])
+    for name, size in real.items():
+        e = expr(size)
+        if e.is_Symbol or not e.free_symbols:
+            continue
+        for s in e.free_symbols:
+            symbols.setdefault(str(s), 2)
+        for _ in range(16):
+            if Dims(symbols, literals).size(size) >= wanted[name]:
+                break
+            symbols.update({str(s): 2 * symbols[str(s)] for s in e.free_symbols})
+        else:
+            return None
+    # Products of literal sizes, as in view(x, [B * S, H, D]).
+    known = [int(s) for s in real.values() if isinstance(s, int) and s > 1]
+    for count in (2, 3):
+        for group in combinations(known, count):
+            a = b = 1
+            for s in group:
+                a, b = a * s, b * literals[s]
+            literals.setdefault(a, b)
+    return Dims(symbols, literals)
 
 
 @dataclass(frozen=True)
@@ -153,7 +191,7 @@ class Bench:
         wanted["H"] = max(wanted["H"], last + (1 if isinstance(real["H"], int) else 2))
         fixed = {n: s for n, s in real.items() if isinstance(s, int) and n in "HD"}
         for plan in (wanted, {**wanted, **fixed}):
-            dims = self._plan(plan, real)
+            dims = size_plan(plan, real)
             if dims is not None and self._fits(dims, real):
                 yield dims
         if all(isinstance(s, int) for s in real.values()) and self._fits(Dims(), real):
@@ -165,38 +203,6 @@ class Bench:
         for n in "BSHT":
             held *= dims.size(real[n])
         return held <= _LARGEST
-
-    @staticmethod
-    def _plan(wanted: Mapping[str, int], real: Mapping[str, Any]) -> Dims | None:
-        symbols: dict[str, int] = {}
-        literals: dict[int, int] = {}
-        for name, size in real.items():
-            e = expr(size)
-            if e.is_Symbol:
-                symbols[str(e)] = max(symbols.get(str(e), 0), wanted[name])
-            elif not e.free_symbols and int(e) > 1:
-                literals[int(e)] = max(literals.get(int(e), 0), wanted[name])
-        for name, size in real.items():
-            e = expr(size)
-            if e.is_Symbol or not e.free_symbols:
-                continue
-            for s in e.free_symbols:
-                symbols.setdefault(str(s), 2)
-            for _ in range(16):
-                if Dims(symbols, literals).size(size) >= wanted[name]:
-                    break
-                symbols.update({str(s): 2 * symbols[str(s)] for s in e.free_symbols})
-            else:
-                return None
-        # Products of literal sizes, as in view(x, [B * S, H, D]).
-        known = [int(s) for s in real.values() if isinstance(s, int) and s > 1]
-        for count in (2, 3):
-            for group in combinations(known, count):
-                a = b = 1
-                for s in group:
-                    a, b = a * s, b * literals[s]
-                literals.setdefault(a, b)
-        return Dims(symbols, literals)
 
     # -- runs ---------------------------------------------------------------------------------------------------
     def tensors(
@@ -257,23 +263,23 @@ class Bench:
     def run_scores(self, dims: Dims, tensors: Mapping[str, Tensor]) -> Tensor:
         """The scores [B, S, T] of the region, as it is."""
         (found,) = self.scored.run(dims, tensors)
-        return arrange(_run, found, self.layouts["scores"], "BST")
+        return arrange(run, found, self.layouts["scores"], "BST")
 
     def run_wide(self, dims: Dims, tensors: Mapping[str, Tensor]) -> Tensor:
         """The scores in f64 arithmetic."""
         (found,) = widened(self.scored).run(dims, tensors)
-        return arrange(_run, found, self.layouts["scores"], "BST")
+        return arrange(run, found, self.layouts["scores"], "BST")
 
     def products(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """q . k [B, S, H, T] and the weights [B, S, H, 1]."""
-        q, kv, w = (arrange(_run, tensors[r], self.layouts[r], CANONICAL[r]) for r in ("q", "kv", "weights"))
+        q, kv, w = (arrange(run, tensors[r], self.layouts[r], CANONICAL[r]) for r in ("q", "kv", "weights"))
         return torch.einsum("bshd,btd->bsht", q, kv), w.unsqueeze(-1)
 
     def masked(self, tensors: Mapping[str, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
         """``scores`` with additive masks, and bool [B, S, T]: hidden by a boolean one."""
         hidden = torch.zeros_like(scores, dtype=torch.bool)
         for role, kind in self.masks.items():
-            mask = arrange(_run, tensors[role], self.layouts[role], "BST")
+            mask = arrange(run, tensors[role], self.layouts[role], "BST")
             if kind == "add":
                 scores = scores + mask
             else:
@@ -296,7 +302,7 @@ def _multiple(found: Tensor, of: Tensor) -> float | None:
     return a if float((found - a * of).abs().max()) <= 1e-9 * float(found.abs().max()) + 1e-300 else None
 
 
-def _snap(value: float, constants: Sequence[float]) -> float | None:
+def snap(value: float, constants: Sequence[float]) -> float | None:
     """``value`` as one of the constants, or a product or quotient of two or three; None if it is none."""
     known = [abs(c) for c in constants if c not in (0.0, 1.0) and abs(c) < 1e30 and c == c]
     factors = [1.0, *known, *(1 / c for c in known)]
@@ -349,7 +355,7 @@ def _explain(
             where,
             "Multiply the weights of the heads instead.",
         )
-    snapped = _snap(size, bench.region.constants())
+    snapped = snap(size, bench.region.constants())
     if snapped is None:
         return Refusal(f"the scale of the products is {size:.9g}, which no constant of the block gives.", where)
     wanted, hidden = bench.masked(tensors, plain)

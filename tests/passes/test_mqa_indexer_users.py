@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import fx
@@ -27,6 +25,7 @@ from tests.passes.mqa_spellings import (
     operands,
     products_of,
 )
+from tests.passes.mutants import mutants
 
 aten = torch.ops.aten
 
@@ -180,7 +179,7 @@ def test_mutations(base: Spelling) -> None:
     tensors = (*tensors[:3], torch.rand(2, 7, 13).argsort(-1).argsort(-1) < 6)
     torch.compile(base, backend=backend, fullgraph=True, dynamic=False)(*tensors)
     accepted = tried = 0
-    for mutant in _mutants(graphs[0]):
+    for mutant in mutants(graphs[0], SWAPS):
         inputs = [operands_by_shape(n, tensors) for n in mutant.graph.nodes if n.op == "placeholder"]
         want = mutant(*inputs)
         view = GraphView(mutant.graph)
@@ -204,50 +203,3 @@ def test_mutations(base: Spelling) -> None:
 def operands_by_shape(node, tensors):
     shape = tuple(node.meta["val"].shape)
     return next(t for t in tensors if tuple(t.shape) == shape)
-
-
-def _mutants(gm: fx.GraphModule):
-    """Graphs with one op exchanged, one scalar changed, or one dim moved, that still run with the same result sizes."""
-    for i, node in enumerate(gm.graph.nodes):
-        if node.op != "call_function":
-            continue
-        changes = [("target", t) for t in SWAPS.get(node.target, [])]
-        for j, a in enumerate(node.args):
-            if isinstance(a, float):
-                changes += [(j, -7.0)] if abs(a) == INF else [(j, a * 1.5), (j, a * a)]
-            elif (
-                isinstance(a, int) and not isinstance(a, bool) and node.target in (aten.transpose.int, aten.select.int)
-            ):
-                changes.append((j, a + 1))
-            elif isinstance(a, list) and node.target is aten.sum.dim_IntList:
-                changes.append((j, [1]))
-        for where, what in changes:
-            mutant = copy.deepcopy(gm)
-            changed = list(mutant.graph.nodes)[i]
-            if where == "target":
-                changed.target = what
-            else:
-                changed.args = tuple(what if k == where else a for k, a in enumerate(changed.args))
-            if _refresh(mutant):
-                mutant.recompile()
-                yield mutant
-
-
-def _refresh(gm: fx.GraphModule) -> bool:
-    """New fake values after a change; False if the graph no longer runs, or gives other sizes."""
-    for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        values = torch.utils._pytree.tree_map(
-            lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs))
-        )
-        old = node.meta["val"]
-        mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes if n.op == "placeholder")
-        try:
-            with mode:
-                node.meta["val"] = node.target(*values[0], **values[1])
-        except Exception:
-            return False
-        if isinstance(old, torch.Tensor) and node.meta["val"].shape != old.shape:
-            return False
-    return True
