@@ -18,7 +18,7 @@ from ascend_deep import hf_experts
 from ascend_deep.coverage.families import SIZES, Family
 from ascend_deep.models import small_fields, transformers
 
-__all__ = ["Built", "build", "experts_of", "inputs", "moe_layers", "randomise"]
+__all__ = ["Built", "blocks_of", "build", "experts_of", "inputs", "moe_layers", "randomise"]
 
 _LENGTHS = {"static": (2, 9), "other": (3, 7)}
 
@@ -31,17 +31,12 @@ class Built:
     config: Any
 
 
-def build(family: Family, implementation: str | None, layers: int | None = None) -> Built:
-    """A model of ``family`` with random weights, the same for every experts implementation, in evaluation mode.
-
-    ``layers`` below ``family.layers`` takes the last kinds of layers.
-    """
+def build(family: Family, implementation: str | None) -> Built:
+    """A model of ``family`` with random weights, the same for every experts implementation, in evaluation mode."""
     torch.manual_seed(11)
-    layers = layers or family.layers
     config_class, model_class = _classes(family)
-    kinds = {"mlp_layer_types": ["sparse"] * layers}
-    own = {k: v[-layers:] if k.endswith(("layer_types", "block_type")) else v for k, v in family.fields.items()}
-    values = {**small_fields(config_class, layers, {**SIZES, **kinds}), **own}
+    sizes = {**SIZES, "mlp_layer_types": ["sparse"] * family.layers}
+    values = {**small_fields(config_class, family.layers, sizes), **family.fields}
     config = config_class(**values)
     extra = {} if family.own_experts or implementation is None else {"experts_implementation": implementation}
     if model_class is not None:
@@ -74,6 +69,12 @@ def experts_of(family: Family, model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hf_experts.is_decorated(m)]
 
 
+def blocks_of(family: Family, model: nn.Module) -> list[nn.Module]:
+    """The modules around the experts: the MoE blocks, or the decoder layers where router and experts lie in these."""
+    inner = set(map(id, experts_of(family, model)))
+    return [m for m in model.modules() if any(id(child) in inner for child in m.children())]
+
+
 def moe_layers(family: Family, model: nn.Module, config: Any) -> int:
     """Number of times that a call of ``model`` runs experts: those of another modality do not count."""
     ran: list[nn.Module] = []
@@ -101,6 +102,11 @@ def randomise(model: nn.Module) -> None:
                 tensor.copy_(randn(tensor) * 0.1 + low)
             elif _matters(name) and tensor.dim() >= 2:
                 tensor.copy_(randn(tensor) * 0.2)
+        for module in model.modules():
+            table = getattr(module, "tid2eid", None)  # expert ids of every token: init sends all to expert 0
+            if isinstance(table, Tensor):
+                order = torch.rand(len(table), int(module.num_experts), generator=generator).argsort(-1)
+                table.copy_(order[:, : table.shape[1]])
 
 
 def _matters(name: str) -> bool:

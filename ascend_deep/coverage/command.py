@@ -35,6 +35,9 @@ def coverage(
     ] = None,
     phase: Annotated[list[str] | None, typer.Option(metavar="NAME", help="inference or training. Repeatable.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(metavar="NAME", help="static or dynamic. Repeatable.")] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile whole models, not only their MoE blocks: five times slower.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Worker processes, of one thread each.")] = 1,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 300.0,
     check: Annotated[
@@ -73,12 +76,12 @@ def coverage(
         baseline = _read(check) if check is not None else None
         from ascend_deep.coverage.run import State, run
 
-        kept = State(state or (None if check is not None else _STATE), "" if stale else _stamp())
+        kept = State(state or (None if check is not None else _STATE), "" if stale else _stamp(whole))
         if fresh:
             kept.clear(c.key for c in wanted)
     start = time.monotonic()
     with _Display(wanted, jobs) as display:
-        results = run(wanted, state=kept, listener=display, jobs=jobs, limit=limit)
+        results = run(wanted, state=kept, listener=display, jobs=jobs, limit=limit, whole=whole)
     counted = Counter(r.status for r in results.values())
     Console(stderr=True).print(
         f"{len(results)} cells in {time.monotonic() - start:.0f} s: "
@@ -127,11 +130,11 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
-def _stamp() -> str:
-    """What finished cells must have been measured with: the packages and our own sources."""
+def _stamp(whole: bool) -> str:
+    """What finished cells must have been measured with: the packages, our own sources, and what was compiled."""
     from ascend_deep.backend import sources
 
-    return " ".join([*(f"{k}={v}" for k, v in versions().items()), f"sources={sources()}"])
+    return " ".join([*(f"{k}={v}" for k, v in versions().items()), f"sources={sources()}", f"whole={whole}"])
 
 
 def _write(folder: Path, results: Sequence[Result]) -> None:

@@ -59,7 +59,7 @@ class Family:
         own_experts: name of the experts' class where it does not dispatch through transformers' experts interface:
             such a family has one implementation, its own.
         inputs: ``"tokens"``, ``"decoder"`` (tokens for encoder and decoder), ``"embeddings"`` or ``"image"``.
-        layers: number of layers.
+        layers: number of layers; more than one where later layers do something else than the first.
         third: member of the representative part that ``--third`` and the CI job run.
     """
 
@@ -70,17 +70,13 @@ class Family:
     model: str = ""
     own_experts: str = ""
     inputs: str = "tokens"
-    layers: int = 2
+    layers: int = 1
     third: bool = False
 
     @property
     def folder(self) -> str:
         """The folder in ``transformers/models``."""
         return self.name.partition("-")[0]
-
-    def layers_of(self, shapes: str) -> int:
-        """Layers of the model of a cell: one less with symbolic shapes, which cost torch three times as much."""
-        return max(1, self.layers - 1) if shapes == "dynamic" else self.layers
 
 
 def _f(name: str, model_type: str = "", **options: Any) -> Family:
@@ -93,7 +89,7 @@ FAMILIES: tuple[Family, ...] = (
     _f("aria", "aria_text", third=True),
     _f("axk1"),
     _f("axk2"),
-    _f("bailing_hybrid", layer_types=["linear_attention", "full_attention"]),
+    _f("bailing_hybrid", layer_types=["full_attention"]),
     _f("beam", third=True),
     _f("cohere2_moe", third=True),
     _f(
@@ -118,8 +114,8 @@ FAMILIES: tuple[Family, ...] = (
     _f(
         "deepseek_v4-hash",
         "deepseek_v4",
-        layer_types=["heavily_compressed_attention", "heavily_compressed_attention"],
-        mlp_layer_types=["hash_moe", "hash_moe"],
+        layer_types=["heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe"],
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     ),
     _f("diffusion_gemma", "diffusion_gemma_text", model="DiffusionGemmaEncoderTextModel"),
@@ -141,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
     _f("glm4_moe"),
     _f("glm4_moe_lite"),
     _f("glm4v_moe", "glm4v_moe_text", rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
-    _f("glm5_next", "glm5_next_text", index_kpool=2, qk_rope_head_dim=0, layer_types=["indexed_attention"] * 2),
+    _f("glm5_next", "glm5_next_text", index_kpool=2, qk_rope_head_dim=0, layer_types=["indexed_attention"]),
     _f("glm_moe_dsa"),
     _f("gpt_oss", third=True),
     _f("granitemoe", third=True),
@@ -157,11 +153,11 @@ FAMILIES: tuple[Family, ...] = (
     _f("inkling2_loop", "inkling2_loop_text", unpadded_vocab_size=128),
     _f("jamba"),
     _f("jetmoe", third=True, own_experts="JetMoeMoE"),
-    _f("kimi_linear", layer_types=["full_attention", "full_attention"]),
+    _f("kimi_linear", layer_types=["full_attention"]),
     _f("kolibri1", third=True),
     _f("laguna", third=True),
     _f("lara_mini"),
-    _f("lfm2_moe", third=True, layer_types=["conv", "full_attention"]),
+    _f("lfm2_moe", third=True, layer_types=["full_attention"]),
     _f("llama4", "llama4_text", third=True, own_experts="Llama4TextExperts", interleave_moe_layer_step=1),
     _f("longcat_flash", third=True, own_experts="LongcatFlashExperts", head_dim=8, num_key_value_heads=4),
     _f("mellum"),
@@ -173,7 +169,7 @@ FAMILIES: tuple[Family, ...] = (
     _f("mistral_large4", "mistral_large4_text"),
     _f("mixtral", third=True),
     _f("muse_spark", "muse_spark_text", third=True),
-    _f("nemotron_h", third=True, layers_block_type=["moe", "moe"]),
+    _f("nemotron_h", third=True, layers_block_type=["moe"]),
     _f(
         "nllb_moe",
         "nllb-moe",
@@ -203,7 +199,7 @@ FAMILIES: tuple[Family, ...] = (
     _f(
         "qwen4_exp",
         "qwen4_exp_text",
-        layer_types=["linear_attention", "linear_attention"],
+        layer_types=["linear_attention"],
         **dict.fromkeys(("split_ngram_parts", "heads_per_ngram", "indexer_compress_ratio"), 2),
         ngram_vocab_size_base=200,
         indexer_kv_heads=1,
@@ -230,7 +226,7 @@ FAMILIES: tuple[Family, ...] = (
         mlp_ratio=2,
         part_features=16,
     ),
-    _f("zaya", third=True, num_experts_per_tok=1),
+    _f("zaya", third=True, layers=2, num_experts_per_tok=1),
 )
 
 

@@ -96,8 +96,8 @@ def _ends_with_newline(file: Any) -> bool:
 class Worker:
     """One worker process, started when it is needed and again after it died."""
 
-    def __init__(self, command: Sequence[str] = WORKER, limit: float = 180.0) -> None:
-        self.command, self.limit = tuple(command), limit
+    def __init__(self, command: Sequence[str] = WORKER, limit: float = 180.0, whole: bool = False) -> None:
+        self.command, self.limit, self.whole = tuple(command), limit, whole
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
         self._cache = tempfile.TemporaryDirectory(prefix="ascend_deep_coverage_")
@@ -110,7 +110,7 @@ class Worker:
             if trouble is None:
                 assert self._process is not None and self._process.stdin is not None
                 with contextlib.suppress(OSError):  # a process that is gone is noticed below
-                    self._process.stdin.write(json.dumps({"cells": [c.key for c in left]}) + "\n")
+                    self._process.stdin.write(json.dumps({"cells": [c.key for c in left], "whole": self.whole}) + "\n")
                     self._process.stdin.flush()
                 for result in self._answers_for(left, begin):
                     left.pop(0)
@@ -225,6 +225,7 @@ def run(
     listener: Listener,
     jobs: int = 1,
     limit: float = 180.0,
+    whole: bool = False,
     command: Sequence[str] = WORKER,
 ) -> dict[str, Result]:
     """Measure ``cells``, those aside that ``state`` holds. Returns key to result for all of them, in their order."""
@@ -234,7 +235,7 @@ def run(
     for group in groups(c for c in cells if c.key not in results):
         pending.put(group)
     lock, stopping = threading.Lock(), threading.Event()
-    workers = [Worker(command, limit) for _ in range(max(1, jobs))]
+    workers = [Worker(command, limit, whole) for _ in range(max(1, jobs))]
 
     def begin(job: int, cell: Cell) -> None:
         with lock:

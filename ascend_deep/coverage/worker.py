@@ -1,6 +1,7 @@
 """The process that measures cells: ``python -m ascend_deep.coverage.worker``. Jobs on stdin, results on stdout.
 
-Both are lines of JSON. A job is ``{"cells": [key, …]}``, all of one family. Before each cell the worker says
+Both are lines of JSON. A job is ``{"cells": [key, …], "whole": bool}``, cells of
+one family. Before each cell the worker says
 ``{"begin": key}``, after it ``{"result": …}``; so the other side knows which cell it was when this process dies.
 """
 
@@ -30,13 +31,17 @@ def main() -> None:
     from ascend_deep.coverage.measure import FamilyBench
 
     torch.set_num_threads(1)
+    parent = os.getppid()
     say({"ready": os.getpid()})
     for line in sys.stdin:
         bench: FamilyBench | None = None
-        for key in json.loads(line)["cells"]:
+        job = json.loads(line)
+        for key in job["cells"]:
+            if os.getppid() != parent:  # nobody is left to hear the result
+                return
             cell = Cell.parse(key)
             say({"begin": key})
-            bench = bench or FamilyBench(cell.family)
+            bench = bench or FamilyBench(cell.family, job["whole"])
             say({"result": bench.measure(cell).to_dict()})
         say({"done": True})
 
