@@ -22,6 +22,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from ascend_deep import _doctor_npu
+
 __all__ = ["Check", "cann_version", "check_all", "worst"]
 
 TORCH = SpecifierSet(">=2.11,<2.15", prereleases=True)
@@ -56,10 +58,11 @@ def worst(checks: Sequence[Check]) -> str:
 
 def check_all() -> list[Check]:
     """Every check, in reading order. Takes some seconds: each package is imported in a process of its own."""
-    autoload = _autoload_trap()
+    torch = _probe(_IMPORT_TORCH)
+    autoload = _autoload_trap(torch)
     return [
         _python(),
-        autoload or _torch(),
+        autoload or _torch(torch),
         _native(),
         *_npu(broken=autoload is not None),
         _optional(
@@ -71,6 +74,9 @@ def check_all() -> list[Check]:
     ]
 
 
+_IMPORT_TORCH = "import torch; print(torch.__version__)"
+
+
 # -- the parts --------------------------------------------------------------------------------------------------------
 def _python() -> Check:
     found = platform.python_version()
@@ -79,11 +85,11 @@ def _python() -> Check:
     return Check("python", "ok", f"{found} on {platform.machine()}")
 
 
-def _torch() -> Check:
+def _torch(imported: _Result | None = None) -> Check:
     found = _version("torch")
     if found is None:
         return Check("torch", "fail", "not installed", f"pip install 'torch{TORCH}'")
-    result = _probe("import torch; print(torch.__version__)")
+    result = imported or _probe(_IMPORT_TORCH)
     if not result.ok:
         return Check("torch", "fail", f"{found} cannot be imported: {result.error}", "Reinstall torch.")
     try:
@@ -112,11 +118,11 @@ def _native() -> Check:
     return Check("native.cpu", "ok", f"C++ kernels, {data['isa']}" if data.get("isa") else "C++ kernels")
 
 
-def _autoload_trap() -> Check | None:
+def _autoload_trap(imported: _Result) -> Check | None:
     """torch imports device backends that register themselves. One that fails takes ``import torch`` down with it."""
-    if _version("torch") is None or _probe("import torch").ok:
+    if _version("torch") is None or imported.ok:
         return None
-    without = _probe("import torch; print(torch.__version__)", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    without = _probe(_IMPORT_TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     if not without.ok:
         return None
     names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
@@ -124,7 +130,7 @@ def _autoload_trap() -> Check | None:
         "torch",
         "fail",
         f"{without.output.strip()} imports only without its device backends ({', '.join(names) or 'unknown'}): "
-        f"{_probe('import torch').error}",
+        f"{imported.error}",
         "Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch on the CPU, or repair the backend (for torch_npu: source "
         "CANN's set_env.sh).",
     )
@@ -146,8 +152,7 @@ def _npu(broken: bool) -> list[Check]:
             _cann(cann, needed=True),
         ]
     checks = [_pair(found), _cann(cann, needed=True)]
-    checks.append(_optional("torchair", None, "it comes with torch_npu", "graph compilation on NPUs"))
-    return checks
+    return [*checks, *(Check(*finding) for finding in _doctor_npu.findings(_probe, _version))]
 
 
 def _pair(npu: str) -> Check:
