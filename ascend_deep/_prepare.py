@@ -1,8 +1,9 @@
 """The module door: replace what Dynamo cannot capture, before the model is compiled.
 
-``prepare(model)`` swaps the expert loops of Hugging Face models for ``torch.ops.ascend_deep.moe_experts``; see
-``hf_experts`` for how it decides. Parameters, buffers and ``state_dict`` stay as they are, eager runs get the op too,
-and ``restore()`` puts everything back.
+``prepare(model)`` swaps expert loops for ``torch.ops.ascend_deep.moe_experts``: those of Hugging Face classes that
+dispatch through transformers' experts interface (``hf_experts`` says how it decides), and those that are written by
+hand, with experts in a ``ModuleList`` or in stacked weights (``loop_experts``). Parameters, buffers and ``state_dict``
+keep their names and shapes, eager runs get the op too, and ``restore()`` puts everything back.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts
+from ascend_deep import hf_experts, loop_experts
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
+from ascend_deep.loop_experts import LoopSpec
 
 __all__ = ["Left", "Prepared", "Swapped", "prepare"]
 
@@ -25,11 +27,11 @@ _NOT_DECORATED = (
 
 @dataclass(frozen=True)
 class Swapped:
-    """One experts module that now runs ``moe_experts``."""
+    """One module that now runs ``moe_experts``; ``spec`` says with what activation, and whether it was a loop."""
 
     module: str
     kind: str
-    spec: Spec
+    spec: Spec | LoopSpec
 
     def __str__(self) -> str:
         return f"{self.module} ({self.kind}): {self.spec.describe()}"
@@ -37,7 +39,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Left:
-    """One experts module that was left as it is, and why (a full sentence)."""
+    """One module that was left as it is, and why (a full sentence)."""
 
     module: str
     kind: str
@@ -62,7 +64,7 @@ class Prepared:
     left: tuple[Left, ...]
 
     def restore(self) -> None:
-        """Give every experts module the implementation that it had before the first ``prepare``. May be repeated."""
+        """Give every module the implementation that it had before the first ``prepare``. May be repeated."""
         _release(self.model)
 
     def __enter__(self) -> Prepared:
@@ -74,7 +76,7 @@ class Prepared:
     def __str__(self) -> str:
         from ascend_deep.report_layout import plural, short_paths
 
-        lines = [f"prepare: {plural(len(self.swapped), 'experts module')} swapped, {len(self.left)} left as they are"]
+        lines = [f"prepare: {plural(len(self.swapped), 'module')} swapped, {len(self.left)} left as they are"]
         for kind, what, mark in (
             (self.swapped, lambda s: s.spec.describe(), "moe_experts"),
             (self.left, lambda s: s.reason, "left"),
@@ -89,20 +91,25 @@ class Prepared:
 
 
 def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
-    """Swap the expert modules of a Hugging Face model for ``torch.ops.ascend_deep.moe_experts``, in place.
+    """Swap the expert loops of a model for ``torch.ops.ascend_deep.moe_experts``, in place.
 
-    Needed for models whose experts are a Python loop (``experts_implementation="eager"``), which breaks the graph;
-    works for every experts implementation, in eager mode, under ``torch.compile`` and in training. A module is swapped
-    only if the op computes what the module computes: the activation must be one member of the op's family, and, with
-    ``verify``, module and op are compared on a few random tokens.
+    Needed for models whose experts are a Python loop, which breaks the graph: those of Hugging Face
+    (``experts_implementation="eager"``) and those written by hand. Works in eager mode, under ``torch.compile`` and in
+    training. A module is swapped only if the op computes what the module computes. That is found by running it, or a
+    copy of it with random weights; no spelling is assumed.
+
+    After the swap of a hand-written loop over modules, the data of their parameters are slices of one tensor. Names,
+    shapes, values and gradients stay; an expert without tokens has a gradient of zeros, where a loop that skips it
+    leaves ``None``.
 
     Args:
-        model: any module that contains expert modules of transformers. Models without any come back unchanged.
-        verify: compare module and op before the swap. ``False`` skips the comparison, not the activation check.
+        model: any module. Models without expert loops come back unchanged.
+        verify: also compare module and op on a few random tokens with the model's own weights. ``False`` skips that
+            comparison, not the tests on random weights.
 
     Returns:
         What was swapped, what was left and why, and ``restore()``. Preparing a model twice changes nothing more;
-        a ``copy.deepcopy`` of a prepared model is prepared.
+        a ``copy.deepcopy`` of a prepared model is prepared, a pickled one has its own loops again.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -115,11 +122,12 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
     left: list[Left] = []
     decorated: list[tuple[str, Any, Spec | None]] = []
     cache: dict[Any, Any] = {}
+    candidates: dict[str, str] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
         if not hf_experts.is_decorated(module):
             if hf_experts.looks_like_experts(path, module):
-                left.append(Left(path, kind, _reason_not_decorated(module)))
+                candidates[path] = kind
             continue
         import ascend_deep.ops  # noqa: F401  (registers the op)
 
@@ -130,9 +138,55 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
         else:
             swapped.append(Swapped(path, kind, found))
             decorated.append((path, module, found))
-    if swapped:
+    if any(spec is not None for _, _, spec in decorated):
         _swap(decorated)
+    loops, refused = _loops(model, verify, {path for path, _, _ in decorated}, cache)
+    swapped += loops
+    done = [item.module for item in (*loops, *refused)]
+    left += refused
+    left += [
+        Left(path, kind, _reason_not_decorated(model.get_submodule(path)))
+        for path, kind in candidates.items()
+        if not any(path == other or path.startswith(f"{other}." if other else "") for other in done)
+        and not any(other.startswith(f"{path}.") for other in done)
+    ]
     return Prepared(model, tuple(swapped), tuple(left))
+
+
+def _loops(
+    model: nn.Module, verify: bool, decorated: set[str], cache: dict[Any, Any]
+) -> tuple[list[Swapped], list[Left]]:
+    """Find and replace the loops that are written by hand."""
+    swapped: list[Swapped] = []
+    left: list[Left] = []
+    modules = dict(model.named_modules())
+    for path in loop_experts.owners(model):
+        if any(path == p or p.startswith(f"{path}." if path else "") for p in decorated):
+            continue
+        if any(path == s.module or path.startswith(f"{s.module}." if s.module else "") for s in swapped):
+            continue
+        kind = type(modules[path]).__name__
+        known = loop_experts.installed(model, path)
+        if known is not None:
+            swapped.append(Swapped(known.path, type(modules[known.path]).__name__, known.spec))
+            continue
+        found = loop_experts.resolve(model, path, cache)
+        if isinstance(found, loop_experts.Loop):
+            wrong = loop_experts.install(model, found, verify)
+            if wrong is None:
+                swapped.append(Swapped(found.path, type(modules[found.path]).__name__, found.spec))
+                continue
+            found = (9, wrong)
+        if found is not None and found[0] < 3 and _of_transformers(modules[path]):
+            continue  # its experts are listed, with what transformers has for such classes
+        if found is not None and (found[0] >= 3 or loop_experts.is_named_so(path, modules[path])):
+            left.append(Left(path, kind, found[1]))
+    return swapped, left
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    """True for classes that are part of transformers."""
+    return type(module).__module__.startswith("transformers.")
 
 
 def _reason_not_decorated(module: nn.Module) -> str:
@@ -167,6 +221,7 @@ def _configs(decorated: list[tuple[str, Any, Spec | None]]) -> list[Any]:
 
 def _release(model: nn.Module) -> None:
     for module in model.modules():
+        loop_experts.remove(module)
         if hasattr(module, PREVIOUS):
             config: Any = module.config
             if config._experts_implementation == NAME:

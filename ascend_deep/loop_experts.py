@@ -1,0 +1,215 @@
+"""Hand-written expert loops: the forward that calls the op instead.
+
+``install`` gives a module whose loop was found (``loop_find``) a forward in which that part is one call, everything
+else being its own statements; ``remove`` takes it away.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ascend_deep.loop_families import Family, alias
+from ascend_deep.loop_find import Loop, LoopSpec, is_named_so, line, owners, parents, resolve
+from ascend_deep.loop_runs import quiet
+from ascend_deep.loop_state import Experts, Stack, register_guard
+
+__all__ = ["ATTRIBUTE", "Loop", "LoopSpec", "install", "installed", "is_named_so", "owners", "remove", "resolve"]
+
+ATTRIBUTE = "_ascend_deep_loop"
+_OURS = ("forward", "_apply", "__deepcopy__", ATTRIBUTE)
+
+
+def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
+    """Replace the loop. A sentence, and nothing is changed, if the module then computes something else."""
+    module = model.get_submodule(loop.path)
+    try:
+        before = alias(model.get_submodule(loop.entry)) if verify else None
+        register_guard()
+        setattr(module, ATTRIBUTE, _experts(module, loop))
+    except Exception as error:
+        remove(module)
+        return line(error)
+    rewritten = loop.source.replaced(
+        [(s.part.block, s.part.start, s.part.end, s.part.kept, _statement(loop, i)) for i, s in enumerate(loop.solved)]
+    )
+    original: Any = type(module).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, ATTRIBUTE).usable(self.training):
+            return rewritten(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    del forward.__wrapped__  # type: ignore[attr-defined]  # unwrapping would find the loop
+    _attach(module, forward)
+    module.register_load_state_dict_post_hook(_after_load)
+    wrong = _differs(before, model, loop, loop.shape) if before is not None else None
+    if wrong is not None:
+        remove(module)
+    return wrong
+
+
+def _attach(module: nn.Module, forward: Any) -> None:
+    """What ``install`` puts on the instance, besides the experts."""
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
+    vars(module)["__deepcopy__"] = _Copy(module)
+
+
+class _Copy:
+    """``__deepcopy__`` of a prepared module: the copy is prepared, with parameters of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        own = vars(self.module)
+        ours = {name: own.pop(name) for name in _OURS}
+        try:
+            twin_ = copy.deepcopy(self.module, memo)
+        finally:
+            own |= ours
+        setattr(twin_, ATTRIBUTE, ours[ATTRIBUTE].copied(memo))
+        _attach(twin_, ours["forward"].__func__)
+        return twin_
+
+    def __reduce__(self) -> Any:
+        # A pickled module comes back with its own forward, and is copied like any other.
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def remove(module: nn.Module) -> None:
+    """Give a module its own forward back, if ``install`` replaced it."""
+    experts = vars(module).get(ATTRIBUTE)
+    if ATTRIBUTE not in vars(module):
+        return
+    for name in _OURS:
+        vars(module).pop(name, None)
+    for key in [k for k, h in module._load_state_dict_post_hooks.items() if h is _after_load]:
+        del module._load_state_dict_post_hooks[key]
+    if experts is not None:
+        experts.release()
+
+
+def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module._apply`` (what ``to``, ``half`` and ``cuda`` call), then the data are collected again."""
+    result = type(self)._apply(self, *args, **kwargs)
+    if getattr(self, ATTRIBUTE, None) is not None:
+        getattr(self, ATTRIBUTE).refresh()
+    return result
+
+
+def _after_load(module: Any, keys: Any) -> None:
+    if getattr(module, ATTRIBUTE, None) is not None:
+        getattr(module, ATTRIBUTE).refresh()
+
+
+def _statement(loop: Loop, number: int) -> ast.stmt:
+    r = loop.solved[number].roles
+    names = ", ".join(str(n) for n in (number, r.x, r.idx, r.weights, r.base))
+    return ast.parse(f"{r.out} = {loop.source.self_name}.{ATTRIBUTE}({names})").body[0]
+
+
+def _experts(module: nn.Module, loop: Loop) -> Experts:
+    a, m = loop.solved[0].assignment, loop.solved[0].member
+
+    def stack(found: Sequence[Family], transposed: bool = False) -> Stack | None:
+        if not found:
+            return None
+        sites = tuple(tuple(_site(module, n) for n in f.names) for f in found)
+        return Stack(sites, found[0].stacked, transposed)
+
+    stacks = (
+        stack([w.family for w in a.w13], a.w13[0].transposed), stack(a.b13),
+        stack([a.w2.family], a.w2.transposed), stack([a.b2] if a.b2 else []),
+    )  # fmt: skip
+    watched: dict[int, nn.Module] = {}
+    for holder in {n.split(".")[0] for f in a.families for n in f.names if "." in n}:
+        for part_ in module.get_submodule(holder).modules():
+            watched.setdefault(id(part_), part_)
+    links = [
+        (module, n)
+        for n, c in module._modules.items()
+        if id(c) in watched or (c is not None and not any(True for _ in c.parameters()))
+    ]
+    links += [
+        (module, n) for n, v in vars(module).items()
+        if not n.startswith("_") and n not in ("training", "forward") and (isinstance(v, (float, str)) or callable(v))
+        and not isinstance(v, nn.Module)
+    ]  # fmt: skip
+    return Experts(
+        loop.path or type(module).__name__, stacks, (m.act, m.alpha, m.limit, m.interleaved, a.offset), loop.calls,
+        tuple(watched.values()), tuple(links), loop.dtypes, loop.modes, loop.autocast, loop,
+    )  # fmt: skip
+
+
+def _site(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    holder, _, last = name.rpartition(".")
+    return module.get_submodule(holder), last
+
+
+def _differs(before: nn.Module, model: nn.Module, loop: Loop, shape: tuple[int, ...]) -> str | None:
+    """A sentence if the prepared module differs from a copy of the original on the model's own weights."""
+    from ascend_deep.ops.moe_experts import MOE_EXPERTS
+
+    after = model.get_submodule(loop.entry)
+    first = next(after.parameters())
+    if any(p.is_meta for p in after.parameters()):
+        return None
+    tolerance = MOE_EXPERTS.tolerance[loop_dtype(model, loop)]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(47)).to(first)
+    buffers = [(b, b.detach().clone()) for b in after.buffers()]
+    try:
+        for mode in loop.modes:
+            results = []
+            for entry in (before, after):
+                with torch.no_grad(), quiet(entry, mode, seed=48):
+                    results.append(tree_flatten(entry(x.clone())))
+            (wanted, tree), (got, other) = results
+            if tree != other:
+                return "after the swap it returned something of another structure."
+            for a, b in zip(wanted, got, strict=True):
+                if not isinstance(a, Tensor):
+                    continue
+                if a.shape != b.shape or a.dtype != b.dtype:
+                    return f"after the swap it returned {tuple(b.shape)} {b.dtype} and not {tuple(a.shape)} {a.dtype}."
+                scale = float(a.double().abs().max()) if a.numel() else 0.0
+                error = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+                # The loop rounds after every expert, the op once: allow for both, relative to the largest value.
+                if not error <= 4 * tolerance.rtol * scale + tolerance.atol:
+                    return f"after the swap it differed by {error:.2g} of {scale:.2g} on its own weights."
+    except Exception as error_:
+        return f"after the swap it did not run: {type(error_).__name__}: {line(error_)}"
+    finally:
+        with torch.no_grad():
+            for b, old in buffers:
+                b.copy_(old)
+    return None
+
+
+def loop_dtype(model: nn.Module, loop: Loop) -> torch.dtype:
+    """Dtype of the experts."""
+    return model.get_submodule(loop.path).get_parameter(loop.solved[0].assignment.w2.family.names[0]).dtype
+
+
+def installed(model: nn.Module, path: str) -> Loop | None:
+    """The loop that was replaced in this module, or in the one around it for this module's experts."""
+    for name in (path, parents(path)[0]):
+        experts = vars(model.get_submodule(name)).get(ATTRIBUTE) if name is not None else None
+        if experts is not None:
+            return replace(experts.loop, path=name)
+    return None

@@ -1,0 +1,203 @@
+"""Tests that a part of a forward is the mixture of experts it was solved for, before it is replaced.
+
+Everything a replacement could change is compared with the part itself: values for several numbers of tokens, uneven
+choices, experts without tokens; gradients of tokens, weights, biases and everything else; dtypes of the result, plain
+and under autocast; ids that repeat or are no expert's; random numbers drawn; values, buffers and attributes written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ascend_deep.loop_regions import CLOSE, Draw, Solved, close, draw, reference, run
+from ascend_deep.loop_runs import Record, Rig, quiet
+
+__all__ = ["Gradients", "dtype_of_result", "prove", "under_autocast"]
+
+_MOST_ELEMENTS = 30_000_000  # of parameters whose gradients are compared
+_LOW = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5, torch.float64: CLOSE}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """``none``: the part runs without autograd, so the result has no gradient."""
+
+    none: bool
+
+
+def prove(rig: Rig, s: Solved, records: Sequence[Record], training: bool) -> Gradients | str:
+    """Compare part and reference in f64 on values of each record. A sentence if they differ anywhere."""
+    experts, offset = s.assignment.experts, s.assignment.offset
+    mode = "training" if training else "evaluation"
+    gradients: Gradients | None = None
+    with quiet(rig.module, training):
+        for record in records:
+            values = s.part.values(record)
+            if values is None or not all(n in values for n in (s.roles.x, s.roles.idx)):
+                return f"its experts are computed elsewhere for some numbers of tokens, in {mode}."
+            wrong = _counts(s, values, experts)
+            if wrong is not None:
+                return wrong
+            for seed, ids in ((31, "distinct"), (32, "distinct"), (33, "one")):
+                d = draw(values, s.part, s.roles, experts, offset, seed, ids=ids)
+                wrong = _forward(rig, s, d, mode)
+                if wrong is not None:
+                    return wrong
+            for ids in ("repeated", "above", "below"):
+                wrong = _unusual(rig, s, record, values, ids)
+                if wrong is not None:
+                    return wrong
+            found = _backward(rig, s, draw(values, s.part, s.roles, experts, offset, 34), mode)
+            if isinstance(found, str):
+                return found
+            if gradients is not None and found != gradients:
+                return f"its result has gradients for some inputs only, in {mode}."
+            gradients = found
+    return gradients if gradients is not None else "it could not be run."
+
+
+def _counts(s: Solved, values: Mapping[str, Any], experts: int) -> str | None:
+    ids = values[s.roles.idx]
+    for name in s.roles.counts:
+        if not torch.equal(values[name].long(), torch.bincount(ids.flatten(), minlength=experts)):
+            return f"{name!r} is not always the number of choices of each expert."
+    return None
+
+
+def _forward(rig: Rig, s: Solved, d: Draw, mode: str) -> str | None:
+    """Values and side effects."""
+    before = {n: v.clone() for n, v in d.values.items() if isinstance(v, Tensor)}
+    lists = {n: list(v) for n, v in d.values.items() if isinstance(v, (list, dict, set))}
+    state, drawn = _state(rig.module), torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            got, want = run(rig, s.part, d.values), reference(rig, s, d)
+    except Exception as error:
+        return f"the loop does not run on its own in {mode}: {type(error).__name__}: {str(error)[:90]}"
+    if not torch.equal(drawn, torch.get_rng_state()):
+        return f"its experts draw random numbers in {mode} (dropout?)."
+    if got.numel() != want.numel() or not close(got.reshape(want.shape), want):
+        return f"the loop is no mixture of experts in {mode}: it computes something else on some tokens."
+    for name, old in before.items():
+        if name != s.roles.base and not torch.equal(old, d.values[name]):
+            return f"the loop writes into {name!r}, which it was given."
+    if any(list(d.values[n]) != v for n, v in lists.items()) or _state(rig.module) != state:
+        return "the loop changes attributes or buffers of its module."
+    return None
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Identity of all attributes and contents of all buffers; equal if nothing was written."""
+    found: list[Any] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in ("_buffers", "training"):
+                found.append(
+                    (name, id(value), dict(value) if isinstance(value, dict) and not name.startswith("_") else None)
+                )
+        found += [(n, None if b is None else b.tolist()) for n, b in part._buffers.items()]
+    found += [p._version for p in module.parameters()]
+    return found
+
+
+def _unusual(rig: Rig, s: Solved, record: Record, values: Mapping[str, Any], ids: str) -> str | None:
+    """Ids that repeat in a row, or that are no expert's: the same as in the op, or excluded by how they are chosen."""
+    r, a = s.roles, s.assignment
+    if ids == "repeated" and r.k == 1:
+        return None
+    d = draw(values, s.part, r, a.experts, a.offset, 35, ids=ids)
+    try:
+        with torch.no_grad():
+            same = close(run(rig, s.part, d.values).reshape(d.x.shape), reference(rig, s, d))
+    except Exception:
+        same = ids != "repeated"  # the op gives zero where the loop stops with an error
+    chosen = record.chosen.get((s.part.block.marks[s.part.start], r.idx))
+    if same or d.x.shape[0] == 0:
+        return None
+    if ids == "repeated":
+        if chosen is not None and chosen.k == r.k:
+            return None
+        return "its ids may repeat, and an expert chosen twice counts once in the loop and twice in the op."
+    if chosen is not None and chosen.entries <= a.experts + a.offset:
+        return None
+    return "ids that are not an expert's contribute something in the loop and nothing in the op, and there may be some."
+
+
+def _backward(rig: Rig, s: Solved, d: Draw, mode: str) -> Gradients | str:
+    """Gradients of everything that is given to the part, and of the parameters that it reads."""
+    families = s.assignment.families
+    count = sum(f.experts * torch.Size(f.shape).numel() for f in families)
+    parameters = [rig.parameters[n] for f in families for n in f.names] if count <= _MOST_ELEMENTS else []
+    given = {n: v.requires_grad_() for n, v in d.values.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    leaves = {s.roles.x: d.x.requires_grad_(), s.roles.weights: d.weights.requires_grad_(), s.roles.base: d.base}
+    if d.base is not None:
+        d.base.requires_grad_()
+    written = s.roles.base is not None  # a leaf may not be written into
+    values = {n: v * 1 if written and n in given else v for n, v in d.values.items()}
+    with torch.enable_grad():
+        got = run(rig, s.part, values).reshape(d.x.shape)
+        want = reference(rig, s, d)
+        if not got.requires_grad:
+            return Gradients(True)
+        towards = torch.randn(want.shape, generator=torch.Generator().manual_seed(36)).to(want.dtype)
+        a = torch.autograd.grad(got, [*given.values(), *parameters], towards.to(got.dtype), allow_unused=True)
+        names = list(given)
+        wanted = [leaves.get(n) for n in names]
+        pool = [t for t in wanted if t is not None and t.requires_grad] + parameters
+        b = iter(torch.autograd.grad(want, pool, towards, allow_unused=True))
+    matched = [next(b) if t is not None and t.requires_grad else None for t in wanted] + list(b)
+    if s.roles.weights is None:
+        matched = matched[: len(names)] + matched[len(names) :]
+    for name, left, right in zip([*names, *("parameters" for _ in parameters)], a, matched, strict=True):
+        left = torch.zeros(()) if left is None else left
+        right = torch.zeros(()) if right is None else right
+        if right.dim() == 0 and left.dim():
+            right = torch.zeros_like(left)
+        if left.dim() == 0:
+            left = torch.zeros_like(right)
+        right = right.reshape(left.shape)
+        if float(right.abs().max()) == 0.0 if right.numel() else False:
+            if float(left.abs().max()) != 0.0:
+                return f"the gradient of {name!r} differs in {mode}."
+        elif not close(left, right, 4 * CLOSE):
+            return f"the gradient of {name!r} differs in {mode}."
+    return Gradients(False)
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+def dtype_of_result(rig: Rig, s: Solved, record: Record) -> tuple[torch.dtype, torch.dtype, torch.dtype] | str:
+    """Dtypes of tokens, weights and result when the module runs in the dtype of the rig; values are compared too."""
+    values = s.part.values(record)
+    if values is None:
+        return "its experts are computed elsewhere in this dtype."
+    d = draw(values, s.part, s.roles, s.assignment.experts, s.assignment.offset, 37)
+    try:
+        with torch.no_grad():
+            got = run(rig, s.part, d.values)
+            want = reference(rig, s, d)
+    except Exception as error:
+        return f"the loop does not run in {rig.dtype}: {type(error).__name__}."
+    if not close(got.reshape(want.shape), want, _LOW[rig.dtype]):
+        return f"the loop computes something else in {rig.dtype}."
+    return d.x.dtype, d.weights.dtype, got.dtype
+
+
+def under_autocast(rig: Rig, s: Solved, record: Record) -> bool:
+    """True if the part gives under autocast what the op gives there: the same values, in the dtype of the tokens."""
+    values = s.part.values(record)
+    if values is None:
+        return False
+    d = draw(values, s.part, s.roles, s.assignment.experts, s.assignment.offset, 38)
+    try:
+        with torch.no_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                got = run(rig, s.part, d.values)
+            want = reference(rig, s, d)
+    except Exception:
+        return False
+    return got.dtype == d.x.dtype and close(got.reshape(want.shape), want, 6e-2)

@@ -1,0 +1,363 @@
+"""What a module whose loop was replaced carries: its experts' parameters in one storage, and the call of the op.
+
+The parameters stay the module's own objects, under their names. Where experts have parameters of their own, their data
+become slices of one tensor [E, ..] that the op reads; nothing is copied when the module is called. Writing into a
+parameter (an optimiser, ``load_state_dict``, ``copy_``) writes into that tensor. Autograd gets from the tensor to the
+parameters through one node, so every parameter has its own gradient.
+
+Data can be moved away from the slices (``model.to(dtype)``, ``p.data = ...``, a parameter that is replaced), and an
+expert can be changed so that it computes something else (a LoRA layer, a hook, a parametrisation). Every eager call
+looks whether that happened: data are collected anew, and for anything else the module's own loop runs, with a warning.
+A compiled graph looks too, when it runs (``loop_guard``): it cannot change what it computes, so it stops with an error,
+and the next call compiles anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Call", "Experts", "Stack"]
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One place that calls the op: how its values become arguments.
+
+    Attributes:
+        k: where the number of choices per token is read: ``idx`` or ``weights`` (their last size), or a number.
+        on_input: weights multiply the tokens before the first product.
+        out: dtype of the result: that of ``x``, of ``weights``, or ``promote``, the wider one.
+        flat: the result is [T, H], whatever the shape of the tokens.
+        no_grad: the loop ran without autograd.
+        base: the result is added to a value that the place passes.
+        in_place: that value is written into.
+    """
+
+    k: str | int
+    on_input: bool
+    out: str
+    flat: bool
+    no_grad: bool
+    base: bool = False
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One argument of the op: families side by side along dimension 1, [E, out, in] or [E, out].
+
+    Attributes:
+        sites: for each family, its parameters as (module, name); a single one if it holds all experts.
+        stacked: a single parameter holds all experts.
+        transposed: the matrices are stored [in, out].
+    """
+
+    sites: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    stacked: bool
+    transposed: bool
+
+    @property
+    def direct(self) -> bool:
+        """One parameter is the argument as it is."""
+        return self.stacked and len(self.sites) == 1
+
+    def parameters(self) -> list[Any]:
+        """The parameters as they are now, family by family."""
+        return [module._parameters.get(name) for family in self.sites for module, name in family]
+
+    def slices(self, base: Tensor) -> list[Tensor]:
+        """The place of each parameter in ``base``, in the order of ``parameters``."""
+        found: list[Tensor] = []
+        along = base.dim() - 1 if self.transposed else 1
+        for part in base.chunk(len(self.sites), along):
+            found += [part] if self.stacked else part.unbind(0)
+        return found
+
+    def copied(self, memo: dict[int, Any]) -> Stack:
+        """The same for the copies that ``memo`` has of the modules."""
+        sites = tuple(tuple((copy.deepcopy(m, memo), n) for m, n in family) for family in self.sites)
+        return Stack(sites, self.stacked, self.transposed)
+
+
+class _Collect(torch.autograd.Function):
+    """The stacked tensor as a function of the parameters whose data it holds. Saves nothing, so it may run often."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, stack: Stack, *parameters: Tensor) -> Tensor:
+        ctx.stack = stack
+        return base.view_as(base)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, *ctx.stack.slices(grads[0]))
+
+
+class Experts:
+    """The experts of one module, and the calls of the op in its forward. Called by the rewritten forward.
+
+    Args:
+        path: name of the module, for messages.
+        stacks: w13, b13, w2, b2; ``None`` where there is no bias.
+        constants: (act, alpha, limit, interleaved, expert_offset) of ``moe_experts``.
+        calls: the places in the forward.
+        watched: modules whose children, class, hooks and attributes must not change: the experts and all in them.
+        links: attributes of the module that must not change: what holds the experts, activations, numbers.
+        dtypes: of parameters for which the loop is known to be what the op computes.
+        modes: values of ``training`` for which it is.
+        autocast: whether it is under autocast too.
+        loop: what was found, kept for those who ask.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        stacks: Sequence[Stack | None],
+        constants: tuple[Any, ...],
+        calls: tuple[Call, ...],
+        watched: tuple[nn.Module, ...],
+        links: tuple[tuple[nn.Module, str], ...],
+        dtypes: tuple[torch.dtype, ...],
+        modes: tuple[bool, ...],
+        autocast: bool,
+        loop: Any,
+    ) -> None:
+        self.path, self.stacks, self.constants, self.calls = path, tuple(stacks), constants, calls
+        self.watched, self.links = watched, links
+        self.dtypes, self.modes, self.autocast = dtypes, modes, autocast
+        self.loop = loop
+        self.w13: Any = None
+        self.b13: Any = None
+        self.w2: Any = None
+        self.b2: Any = None
+        self.fresh = False
+        self.device = ""
+        self.dtype = torch.float32
+        self._warned = ""
+        self._identities: list[tuple[dict[str, Any], str, Any]] = []
+        self._classes: list[tuple[nn.Module, type]] = []
+        self._hooks: list[Any] = []
+        self._known: list[tuple[Any, int, bool]] = []
+        self._note_structure()
+        wrong = self._collect()
+        if wrong is not None:
+            raise ValueError(wrong)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+    def usable(self, training: bool) -> bool:
+        """Whether the op may take this call. Eager calls look at every expert; compiled graphs look when they run."""
+        if training not in self.modes or (not self.autocast and torch.is_autocast_enabled(self.device)):
+            return False
+        return self.fresh if torch.compiler.is_compiling() else self.refresh() is None
+
+    def __call__(self, number: int, x: Tensor, idx: Tensor, weights: Tensor | None, base: Tensor | None) -> Tensor:
+        """The value of the replaced statements; see ``Call``."""
+        call = self.calls[number]
+        if call.no_grad:
+            with torch.no_grad():
+                return self._run(call, x, idx, weights, base)
+        return self._run(call, x, idx, weights, base)
+
+    def _run(self, call: Call, x: Tensor, idx: Tensor, weights: Tensor | None, base: Tensor | None) -> Tensor:
+        k: Any = call.k
+        if k == "idx":
+            k = idx.shape[-1]
+        elif k == "weights":
+            assert weights is not None
+            k = weights.shape[-1]
+        tokens, ids = x.reshape(-1, x.shape[-1]), idx.reshape(-1, k)
+        scale = weights.reshape(-1, k) if weights is not None else tokens.new_ones(ids.shape)
+        out_dtype = None
+        if call.out == "weights":
+            out_dtype = scale.dtype
+        elif call.out == "promote":
+            out_dtype = torch.promote_types(x.dtype, scale.dtype)
+        w13, b13, w2, b2 = (self._argument(i) for i in range(4))
+        if torch.compiler.is_compiling() and any(s is not None and not s.direct for s in self.stacks):
+            ids = torch.ops.ascend_deep.loop_guard(ids, self.w13 if self.w13 is not None else self.w2)
+        act, alpha, limit, interleaved, offset = self.constants
+        out = torch.ops.ascend_deep.moe_experts(
+            tokens,
+            ids,
+            scale,
+            w13,
+            b13,
+            w2,
+            b2,
+            act=act,
+            alpha=alpha,
+            limit=limit,
+            interleaved=interleaved,
+            weight_layout="enk",
+            weight_on_input=call.on_input,
+            expert_offset=offset,
+            out_dtype=out_dtype,
+        )
+        out = out if call.flat else out.view(x.shape)
+        if base is None:
+            return out
+        return base.add_(out.view(base.shape)) if call.in_place else base + out.view(base.shape)
+
+    def _argument(self, index: int) -> Tensor | None:
+        stack = self.stacks[index]
+        if stack is None:
+            return None
+        if stack.direct:
+            module, name = stack.sites[0][0]
+            tensor = getattr(module, name)
+        else:
+            tensor = (self.w13, self.b13, self.w2, self.b2)[index]
+        return tensor.transpose(1, 2) if stack.transposed else tensor
+
+    # -- state --------------------------------------------------------------------------------------------------------
+    def refresh(self) -> str | None:
+        """Collect the parameters' data again if they were moved. A sentence if the op cannot compute the loop now."""
+        wrong = self._changed_structure()
+        if wrong is None and not self._up_to_date():
+            wrong = self._collect()
+        self.fresh = wrong is None
+        if wrong is not None and wrong != self._warned:
+            self._warned = wrong
+            warnings.warn(f"{self.path}: {wrong} Its own loop runs instead of moe_experts.", stacklevel=4)
+        return wrong
+
+    def _note_structure(self) -> None:
+        for module, name in self.links:
+            held = module._modules if name in module._modules else vars(module)
+            self._identities.append((held, name, held[name]))
+        for module in self.watched:
+            self._classes.append((module, type(module)))
+            self._hooks += [getattr(module, name) for name in _HOOKS]
+            self._identities += [(module._modules, name, child) for name, child in module._modules.items()]
+            if type(module).__module__.startswith("torch.nn"):
+                continue
+            own = vars(module)
+            self._identities += [
+                (own, n, v) for n, v in own.items() if not n.startswith("_") and n not in ("training", "forward")
+            ]
+
+    def _changed_structure(self) -> str | None:
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                return f"one of its experts' modules became a {type(module).__name__} after prepare."
+        for held, name, value in self._identities:
+            if held.get(name) is not value:
+                return f"{name!r} of one of its experts was replaced after prepare."
+        if any(self._hooks):
+            return "a hook was attached to one of its experts after prepare."
+        return None
+
+    def _up_to_date(self) -> bool:
+        current = [p for s in self.stacks if s is not None for p in s.parameters()]
+        return len(current) == len(self._known) and all(
+            p is known and p.data_ptr() == place and p.requires_grad == needs
+            for p, (known, place, needs) in zip(current, self._known, strict=True)
+        )
+
+    def _collect(self) -> str | None:
+        """Make the parameters' data slices of one tensor per stack. A sentence if they are not plain and equal."""
+        every = [p for s in self.stacks if s is not None for p in s.parameters()]
+        for p in every:
+            if type(p) is not nn.Parameter or p.layout != torch.strided:
+                return f"one of its experts' parameters is a {type(p).__name__}, and no plain parameter."
+        first = every[0]
+        if any(p.dtype != first.dtype or p.device != first.device for p in every):
+            return "its experts' parameters have different dtypes or devices."
+        if first.dtype not in self.dtypes:
+            return f"its loop was not compared with moe_experts in {first.dtype}."
+        if len({id(p) for p in every}) != len(every):
+            return "two of its experts share a parameter."
+        _LIVE.pop(self.w2.data_ptr() if isinstance(self.w2, Tensor) else None, None)
+        for index, name in enumerate(("w13", "b13", "w2", "b2")):
+            stack = self.stacks[index]
+            if stack is None or stack.direct:
+                continue
+            setattr(self, name, _stacked(stack))
+        self._known = [(p, p.data_ptr(), p.requires_grad) for s in self.stacks if s is not None for p in s.parameters()]
+        self.device, self.dtype = first.device.type, first.dtype
+        guarded = self.w13 if self.w13 is not None else self.w2
+        if guarded is not None and guarded.device.type != "meta":
+            _LIVE[guarded.data_ptr()] = self
+        return None
+
+    def release(self) -> None:
+        """Give every parameter a storage of its own again."""
+        for stack in self.stacks:
+            if stack is not None and not stack.direct:
+                for p in stack.parameters():
+                    if isinstance(p, nn.Parameter):
+                        p.data = p.data.clone(memory_format=torch.contiguous_format)
+
+    def copied(self, memo: dict[int, Any]) -> Experts:
+        """The same for the copies that ``memo`` has of the modules."""
+        stacks = [s.copied(memo) if s is not None else None for s in self.stacks]
+        watched = tuple(copy.deepcopy(m, memo) for m in self.watched)
+        links = tuple((copy.deepcopy(m, memo), n) for m, n in self.links)
+        fields = (self.constants, self.calls, watched, links, self.dtypes, self.modes, self.autocast, self.loop)
+        return Experts(self.path, stacks, *fields)
+
+    def __reduce__(self) -> Any:
+        # A pickled module comes back with its own forward.
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _stacked(stack: Stack) -> Tensor:
+    parameters = stack.parameters()
+    with torch.inference_mode(False), torch.no_grad():
+        count = len(parameters) // len(stack.sites)
+        joined = [
+            parameters[i * count].data
+            if stack.stacked
+            else torch.stack([p.data for p in parameters[i * count :][:count]])
+            for i in range(len(stack.sites))
+        ]
+        along = joined[0].dim() - 1 if stack.transposed else 1
+        base = torch.cat(joined, along) if len(joined) > 1 else joined[0]
+        for parameter, place in zip(parameters, stack.slices(base), strict=True):
+            parameter.data = place
+    if not any(p.requires_grad for p in parameters):
+        return base
+    with torch.inference_mode(False), torch.enable_grad():
+        return _Collect.apply(base, stack, *parameters)  # type: ignore[no-any-return]
+
+
+# -- compiled graphs look too -----------------------------------------------------------------------------------------
+_LIVE: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
+_GUARD = torch.library.Library("ascend_deep", "FRAGMENT")
+
+
+def _loop_guard(idx: Tensor, stack: Tensor) -> Tensor:
+    """A copy of ``idx``, if the experts of the module that owns ``stack`` are what they were when it was compiled."""
+    experts = _LIVE.get(stack.data_ptr())
+    if experts is not None and (experts._changed_structure() is not None or not experts._up_to_date()):
+        why = experts.refresh() or "the data of its experts' parameters were moved to another place."
+        raise RuntimeError(
+            f"{experts.path} changed after it was compiled: {why} This call was stopped, because the compiled graph "
+            f"would use old weights; the next call compiles anew."
+        )
+    return idx.clone()
+
+
+def register_guard() -> None:
+    """Define ``ascend_deep::loop_guard``; once per process."""
+    if hasattr(torch.ops.ascend_deep, "loop_guard"):
+        return
+    _GUARD.define("loop_guard(Tensor idx, Tensor stack) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _GUARD.impl("loop_guard", _loop_guard, "CompositeExplicitAutograd")
+    torch.library.register_fake("ascend_deep::loop_guard", lambda idx, stack: torch.empty_like(idx), lib=_GUARD)
