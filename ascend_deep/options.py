@@ -35,6 +35,9 @@ class Options:
             both on the real inputs at run time and fall back to the original where they differ; ``"off"``: trust
             the recognisers (they still solve by running).
         strict: an op that would fall to its reference body is an error instead of a slower run.
+        allow_fp8: quantise bf16 and f16 operands of indexers to fp8 where the device has fp8 products (SM90 and newer,
+            Ascend; CPUs too, for a look at the effect). Faster, and the only option that changes results beyond
+            rounding: the match says by how much.
         report: path that the report is written to after each compile, ``.json`` or ``.html``; ``""``: nowhere.
         inductor: Inductor options that are passed on, as ``torch.compile(options=...)`` takes them.
         emit: ``"ge"`` also writes the graph that Ascend's graph engine would get, for an Ascend ``target``; it needs
@@ -48,6 +51,7 @@ class Options:
     disable: tuple[str, ...] = ()
     verify: str = "probe"
     strict: bool = False
+    allow_fp8: bool = False
     report: str = ""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     emit: str = ""
@@ -71,8 +75,9 @@ class Options:
         both = sorted(set(self.enable) & set(self.disable))
         if both:
             raise OptionsError(f"recogniser {both[0]!r} is both enabled and disabled.")
-        if not isinstance(self.strict, bool):
-            raise OptionsError(f"option 'strict' is {self.strict!r}; it takes True or False.")
+        for name in ("strict", "allow_fp8"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionsError(f"option {name!r} is {getattr(self, name)!r}; it takes True or False.")
         if not isinstance(self.report, str):
             object.__setattr__(self, "report", str(self.report))
         if self.report and not self.report.endswith((".json", ".html")):
@@ -114,7 +119,8 @@ class Options:
 
     def key(self) -> str:
         """Part of the cache key: every option that changes the compiled graph."""
-        return repr((self.target, self.recognisers(), self.verify, self.strict, sorted(self.inductor.items())))
+        plan = (self.target, self.recognisers(), self.verify, self.strict, self.allow_fp8)
+        return repr((*plan, sorted(self.inductor.items())))
 
 
 # What people set most often; the whole list has hundreds of names.

@@ -14,6 +14,8 @@ Operand formats of ``q`` and ``kv``, each on its own:
 
 Scales are f32 of logical shape [..., G]: G divides D, and group g scales the elements [g * D/G, (g + 1) * D/G). G = 1
 is the per-vector scale of DeepGEMM on SM90, D/G = 32 the MX scale of SM100 and Ascend; packing is up to the provider.
+Scales are not negative: relu(s * p) = s * relu(p) for s >= 0 alone, and kernels take them out of the ReLU. On the CPU a
+negative scale raises; on other devices, where looking would stop the stream, it does with ASCEND_DEEP_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ __all__ = [
     "check_mask",
     "check_operands",
     "check_ranges",
+    "debug_scales",
     "dequantise",
     "excluded",
     "head_dim",
@@ -98,6 +101,24 @@ def _check_scale(op: str, name: str, sf: Tensor, operand_name: str, operand: Ten
         groups >= 1 and depth % groups == 0,
         lambda: f"{op}: {name} has {groups} groups; that must divide D of {operand_name}, which is {depth}.",
     )
+    # The type is exact: fake and functional tensors have no values.
+    if type(sf) is Tensor and sf.device.type == "cpu":
+        _not_negative(op, name, sf)
+
+
+def _not_negative(op: str, name: str, sf: Tensor) -> None:
+    if sf.numel() and bool((sf < 0).any()):
+        raise ValueError(
+            f"{op}: {name} holds {float(sf.min()):g}; scales must not be negative, because kernels apply them after the "
+            "ReLU."
+        )
+
+
+def debug_scales(op: str, q_sf: Tensor | None, kv_sf: Tensor | None) -> None:
+    """Raise ``ValueError`` for a negative scale on any device; waits for the device."""
+    for name, sf in (("q_sf", q_sf), ("kv_sf", kv_sf)):
+        if sf is not None:
+            _not_negative(op, name, sf)
 
 
 def check_ranges(op: str, q: Tensor, **ranges: Tensor | None) -> None:

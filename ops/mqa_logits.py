@@ -245,4 +245,5 @@ MQA_LOGITS = OpDef(
     },
     samples=logits_samples,
     differentiable=("q", "kv", "weights", "mask"),
+    debug=lambda q, q_sf, kv, kv_sf, *_, **__: _mqa.debug_scales(_OP, q_sf, kv_sf),
 )

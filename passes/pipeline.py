@@ -23,7 +23,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import catalogue, certificates, gates, rewrite, safeguards
+from ascend_deep.passes import catalogue, certificates, fp8, gates, rewrite, safeguards
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -67,12 +67,14 @@ class Pipeline:
         verify: ``"probe"``, ``"shadow"`` or ``"off"``.
         device: device type to choose providers for, ``""``: the device of the model.
         strict: raise ``StrictError`` if an op has no provider but its reference.
+        allow_fp8: quantise operands of indexers, see ``fp8``.
     """
 
     recognisers: Sequence[str]
     verify: str = "probe"
     device: str = ""
     strict: bool = False
+    allow_fp8: bool = False
     _timings: Counter[str] = field(default_factory=Counter)
     _nested: float = 0.0
 
@@ -107,7 +109,7 @@ class Pipeline:
                 parts.append(Outcome(misses=(_body_miss(name, caller, f"the body of {name} is not rewritten."),)))
                 continue
             rewrite.give_example_values(body, caller)
-            part = Pipeline(self.recognisers, self.verify, self.device, self.strict).run(body)
+            part = Pipeline(self.recognisers, self.verify, self.device, self.strict, self.allow_fp8).run(body)
             if part.untouched:
                 reason = f"a checkpointed region is left as it is: {part.untouched}"
                 part = replace(part, misses=(*part.misses, _body_miss(name, caller, reason)), untouched="")
@@ -207,6 +209,7 @@ class Pipeline:
 
     def _match(self, item: Accepted, call: fx.Node, certificate: str) -> Match:
         view, anchor = item.region.view, item.region.outputs[-1]
+        rounding = self._quantise(item, call)
         choice = rewrite.provider_of(item.solution.op, call, self.device)
         if self.strict and choice.provider is None:
             why = "; ".join(map(str, choice.refusals)) or "there is no provider for this device."
@@ -222,9 +225,19 @@ class Pipeline:
             certificate=certificate,
             spec=item.solution.describe(),
             outside_users=len(item.region.outside_users),
-            notes=item.solution.notes,
+            notes=(*item.solution.notes, *rounding),
             provider_refusals=tuple(map(str, choice.refusals)),
         )
+
+    def _quantise(self, item: Accepted, call: fx.Node) -> tuple[str, ...]:
+        """fp8 operands for an indexer, if the user allows it; the note that says so."""
+        if not self.allow_fp8 or item.recogniser.name != "mqa_indexer":
+            return ()
+        if self.verify == "shadow":
+            return ("allow_fp8: with verify='shadow' operands stay as they are, or every call would differ.",)
+        recorded = item.region.view.modes[item.region.outputs[-1]].grad
+        gradients = torch.is_grad_enabled() if recorded is None else recorded
+        return (fp8.quantise(call, gradients),)
 
     def _certificate(self, item: Accepted) -> Certificate:
         proof = item.proof

@@ -101,7 +101,9 @@ def _not_worth(view: GraphView, found: Attention, idx: fx.Node) -> Refusal | Non
         return Refusal(
             f"all {keys} keys are chosen, so attending to the chosen ones alone saves nothing.", found.output
         )
-    one_each = view.shape(found.k)[1:2] == view.shape(found.q)[1:2]
+    # Key heads that are repeated for a group of query heads are read once by the op.
+    sizes = [_numel_hint(view, n) for n in chain(view, found.k, True)]
+    one_each = view.shape(found.k)[1:2] == view.shape(found.q)[1:2] and min(sizes) == sizes[0]
     queries = _hint(view.shape(idx)[-2])
     if one_each and (queries is None or queries > 1) and keys < _WORTH * chosen:
         return Refusal(
@@ -117,6 +119,13 @@ def _hint(size: Any) -> int | None:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else None
     return int(size)
+
+
+def _numel_hint(view: GraphView, node: fx.Node) -> int:
+    total = 1
+    for s in view.shape(node):
+        total *= _hint(s) or 1
+    return total
 
 
 def _hypotheses(view: GraphView, found: Attention, idx: fx.Node) -> Iterator[tuple[dict[str, Any], dict[str, fx.Node]]]:

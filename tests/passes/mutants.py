@@ -21,7 +21,10 @@ def mutants(gm: fx.GraphModule, swaps: Mapping[Any, Sequence[Any]]) -> Iterator[
         changes = [("target", t) for t in swaps.get(node.target, [])]
         for j, a in enumerate(node.args):
             if isinstance(a, float):
-                changes += [(j, -7.0)] if abs(a) == INF else [(j, a * 1.5), (j, a * a)]
+                # The lowest number stays finite.
+                changes += (
+                    [(j, -7.0)] if abs(a) == INF else [(j, a / 1.5)] if abs(a) > 1e30 else [(j, a * 1.5), (j, a * a)]
+                )
             elif (
                 isinstance(a, int) and not isinstance(a, bool) and node.target in (aten.transpose.int, aten.select.int)
             ):
