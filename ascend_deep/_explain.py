@@ -7,28 +7,21 @@ of other compiles of the same code.
 
 from __future__ import annotations
 
-import ast
-import linecache
-import os
-import re
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from ascend_deep.graph_breaks import first_sentence, graph_breaks
 from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.options import Options
-from ascend_deep.report import GraphBreak, Report, collecting, publish
+from ascend_deep.report import Report, collecting, publish
 
 __all__ = ["explain", "first_sentence"]
-
-_PREPARE_HINT = "The break is inside an expert loop: ascend_deep.prepare(model) replaces such loops before compiling."
 
 
 def explain(
@@ -71,7 +64,7 @@ def explain(
     notes = () if report.graphs else ("Dynamo handed over no graph: there was nothing to compile on these inputs.",)
     report = replace(
         report,
-        graph_breaks=_breaks(_dynamo_compat.breaks_since(mark)),
+        graph_breaks=graph_breaks(_dynamo_compat.breaks_since(mark)),
         timings={**report.timings, "everything else": max(0.0, seconds - sum(report.timings.values()))},
         notes=(*report.notes, *notes),
     )
@@ -111,48 +104,3 @@ def _modules(model: Any) -> dict[str, str]:
     if not isinstance(model, nn.Module):
         return {}
     return {path: type(module).__name__ for path, module in model.named_modules()}
-
-
-# -- graph breaks ---------------------------------------------------------------------------------------------------
-def _breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) -> tuple[GraphBreak, ...]:
-    """Dynamo's breaks, one per place and reason, with a hint where we can help."""
-    breaks: dict[tuple[str, str], GraphBreak] = {}
-    for reason, stack in found:
-        frame = stack[-1] if stack else None
-        source = f"{os.path.basename(frame.filename)}:{frame.lineno}" if frame is not None else ""
-        text = first_sentence(reason)
-        known = breaks.get((text, source))
-        if known is not None:
-            breaks[text, source] = replace(known, count=known.count + 1)
-        else:
-            hint = _PREPARE_HINT if any(_in_experts(f) for f in stack[-3:]) else ""
-            breaks[text, source] = GraphBreak(text, source, hint)
-    return tuple(breaks.values())
-
-
-def first_sentence(text: str) -> str:
-    """Dynamo's many lines as one or two sentences: what, and the explanation."""
-    title = text.strip().splitlines()[0].strip() if text.strip() else "unknown reason"
-    explanation = re.search(r"^\s*Explanation: (.*)$", text, re.MULTILINE)
-    return f"{title}: {explanation.group(1).strip()}" if explanation else title
-
-
-def _in_experts(frame: traceback.FrameSummary) -> bool:
-    """True if the frame is code of a class that holds experts."""
-    if frame.filename.replace(os.sep, "/").endswith("transformers/integrations/moe.py"):
-        return True
-    for first, last, name in _classes(frame.filename):
-        if first <= (frame.lineno or 0) <= last and re.search(r"[Ee]xpert|M[oO]E|SparseM[lL][pP]|Moe(?![a-z])", name):
-            return True
-    return False
-
-
-@lru_cache(maxsize=64)
-def _classes(filename: str) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and name of every class in a source file; empty if it cannot be read."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return ()
-    classes = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
-    return tuple((c.lineno, c.end_lineno or c.lineno, c.name) for c in classes)

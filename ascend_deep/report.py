@@ -185,9 +185,11 @@ class Report:
 
     # -- forms --------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data. ``counts`` is there for scripts and is not read back."""
-        data = report_data.encode(self)
-        return {"schema": SCHEMA, "counts": self.counts(), "target": self.target, **data}
+        """Plain JSON data. ``counts``, ``target`` and ``parts`` are there for scripts and are not read back."""
+        from ascend_deep.report_parts import unclaimed_parts
+
+        computed = {"counts": self.counts(), "target": self.target, "parts": unclaimed_parts(self)}
+        return {"schema": SCHEMA, **computed, **report_data.encode(self)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:

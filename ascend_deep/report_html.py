@@ -10,8 +10,18 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from ascend_deep.report import Report
-from ascend_deep.report_layout import TreeNode, headline, match_rows, miss_rows, own_rows, plural, short_paths, tree
-from ascend_deep.report_text import duration, error
+from ascend_deep.report_layout import (
+    TreeNode,
+    headline,
+    kept_for_others,
+    match_rows,
+    miss_rows,
+    own_rows,
+    short_paths,
+    tree,
+)
+from ascend_deep.report_parts import unclaimed_parts
+from ascend_deep.report_text import duration, error, part_lines
 
 __all__ = ["render"]
 
@@ -88,7 +98,7 @@ def render(report: Report) -> str:
         _breaks(report),
         _untouched(report),
     ]
-    parts += [_timings(report), _unclaimed(report), _notes(report)]
+    parts += [_timings(report), _parts(report), _unclaimed(report), _notes(report)]
     body = "\n".join(p for p in parts if p)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -186,7 +196,7 @@ def _matches(report: Report) -> str:
     for r in match_rows(report.matches):
         more = [f"<div class='soft'>{escape(n)}</div>" for n in r.notes]
         if r.outside_users:
-            more.append(f"<div class='soft'>{plural(r.outside_users, 'value')} inside also used outside, kept.</div>")
+            more.append(f"<div class='soft'>{escape(kept_for_others(r.outside_users))}</div>")
         more += [f"<div class='soft'>not on {escape(x)}</div>" for x in r.refusals]
         rows.append(
             (
@@ -256,6 +266,11 @@ def _timings(report: Report) -> str:
     )
 
 
+def _parts(report: Report) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in part_lines(unclaimed_parts(report)))
+    return f"<h2>Parts that no recogniser claims</h2>\n<ul>{lines}</ul>" if lines else ""
+
+
 def _unclaimed(report: Report) -> str:
     groups: dict[str, list[str]] = {}
     for path in report.unclaimed:
@@ -264,7 +279,7 @@ def _unclaimed(report: Report) -> str:
         ((sum(report.unclaimed[p] for p in ps), short_paths(ps)) for ps in groups.values()), key=lambda r: -r[0]
     )
     cells = [(str(n), _code(where or "the model itself")) for n, where in rows]
-    return f"<h2>No recogniser claims</h2>\n{_table(('ops', 'where'), cells, (0,))}" if cells else ""
+    return f"<h2>Other ops</h2>\n{_table(('ops', 'where'), cells, (0,))}" if cells else ""
 
 
 def _notes(report: Report) -> str:

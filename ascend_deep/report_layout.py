@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from ascend_deep.passes._types import Match, Miss
 from ascend_deep.report import Report
 
-__all__ = ["MatchRow", "MissRow", "TreeNode", "headline", "match_rows", "miss_rows", "own_rows", "short_paths", "tree"]
+__all__ = [
+    "MatchRow",
+    "MissRow",
+    "TreeNode",
+    "headline",
+    "kept_for_others",
+    "match_rows",
+    "miss_rows",
+    "own_rows",
+    "plural",
+    "short_paths",
+    "tree",
+]
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 def plural(count: int, one: str, many: str = "") -> str:
     """``"1 graph"``, ``"2 graphs"``."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def kept_for_others(count: int) -> str:
+    """What a match says of values inside it that something outside needs as well."""
+    verb = "is" if count == 1 else "are"
+    return f"{plural(count, 'value')} inside {verb} needed elsewhere as well and {verb} still computed for that."
 
 
 def headline(report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ascend_deep.report import Report
-from ascend_deep.report_layout import headline, match_rows, miss_rows, own_rows, plural, short_paths
+from ascend_deep.report_layout import headline, kept_for_others, match_rows, miss_rows, own_rows, plural, short_paths
+from ascend_deep.report_parts import unclaimed_parts
 
-__all__ = ["render", "to_text"]
+__all__ = ["duration", "error", "part_lines", "render", "to_text"]
 
 WIDTH = 110
 _UNCLAIMED_SHOWN = 6
@@ -45,8 +47,11 @@ def render(report: Report) -> RenderableType:
         parts += [_title("Handed over untouched", "yellow"), *(_sentence(u) for u in untouched)]
     if report.timings:
         parts += [_title("Time", "cyan"), _timings(report)]
+    unclaimed = unclaimed_parts(report)
+    if unclaimed:
+        parts += [_title("Parts that no recogniser claims", "yellow"), *(_sentence(t) for t in part_lines(unclaimed))]
     if report.unclaimed:
-        parts += [_title("No recogniser claims", "cyan"), _unclaimed(report)]
+        parts += [_title("Other ops", "cyan"), _unclaimed(report)]
     if report.notes:
         parts += [_title("Notes", "cyan"), *(_sentence(n) for n in report.notes)]
     return Group(*parts)
@@ -95,7 +100,7 @@ def _matches(report: Report) -> RenderableType:
             shown = ", ".join(row.certificates[:3]) + (" …" if len(row.certificates) > 3 else "")
             details.append(_sentence(f"tested by {row.recogniser}, certificate {shown}", 4))
         if row.outside_users:
-            details.append(_sentence(f"{plural(row.outside_users, 'value')} inside also used outside, kept there.", 4))
+            details.append(_sentence(kept_for_others(row.outside_users), 4))
         details += [_sentence(note, 4) for note in row.notes]
         details += [_sentence(f"not on {refusal}", 4) for refusal in row.refusals]
     return Group(table, Text(), *details)
@@ -130,6 +135,18 @@ def _timings(report: Report) -> RenderableType:
         bar = "━" * max(1, round(30 * seconds / longest)) if seconds else ""
         table.add_row(f"  {stage}", Text(duration(seconds), justify="right"), Text(bar, style="cyan"))
     return table
+
+
+def part_lines(unclaimed: Mapping[str, str]) -> list[str]:
+    """One line a class: where it is, and what it is called."""
+    groups: dict[str, list[str]] = {}
+    for path, kind in unclaimed.items():
+        groups.setdefault(kind, []).append(path)
+    return [
+        f"{len(paths)}× {kind}  {short_paths(paths) or 'the model itself'}: it looks like part of a mixture of "
+        "experts by its name, and no recogniser found a block that it knows in it."
+        for kind, paths in groups.items()
+    ]
 
 
 def _unclaimed(report: Report) -> RenderableType:

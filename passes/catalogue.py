@@ -35,7 +35,7 @@ NAMES: tuple[str, ...] = tuple(_TABLE)
 TRIGGERS = frozenset(
     {
         "topk", "sort", "argsort", "argmax", "max", "grouped_mm", "_grouped_mm", "grouped_mm_fallback", "bmm",
-        "baddbmm", "baddbmm_", "einsum", "matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "silu",
+        "baddbmm", "baddbmm_", "einsum", "matmul", "imatmul", "__matmul__", "__rmatmul__", "silu",
         "gelu", "sigmoid", "chunk", "unsafe_chunk", "split", "unsafe_split", "split_with_sizes",
         "unsafe_split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "narrow", "unbind",
     }

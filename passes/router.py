@@ -19,7 +19,7 @@ from torch import fx
 
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
-from ascend_deep.passes.graph_view import GraphView
+from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.region import Region
 from ascend_deep.passes.router_bench import Bench
 from ascend_deep.passes.router_cut import anchors, cuts
@@ -90,6 +90,20 @@ class Router:
         if spare:
             add("columns of -inf", 16, 8, 1.1, masked=spare)
         return found
+
+    def site_notes(self, region: Region) -> tuple[str, ...]:
+        """Equal scores are common where the gate computes in half precision, also if its logits are cast up."""
+        node = region.inputs["logits"]
+        while op_name(node) in ("aten._to_copy", "aten.to", "aten.type_as") and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        dtype = region.view.dtype(node)
+        if dtype not in (torch.bfloat16, torch.float16):
+            return ()
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"the gate computes in {name}, where experts often have equal scores; the op then takes the lower "
+            "index, and eager may take another of them.",
+        )
 
     def emit(
         self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution

@@ -2,7 +2,8 @@
 
 The library uses only LibTorch's stable ABI, so one build serves torch 2.11 to 2.14. It is compiled with the system's
 C++ compiler (``CXX``, else ``g++``, ``c++`` or ``clang++``) and needs torch's headers and ``libtorch_cpu``, of which it
-uses the C shim only; at run time the library finds the ``libtorch_cpu`` that ``import torch`` has loaded.
+uses the C shim only; at run time the library finds the ``libtorch_cpu`` that ``import torch`` has loaded. Flags in
+``ASCEND_DEEP_CXXFLAGS`` come last; ``CXXFLAGS`` is not read: an ``-march`` in it would end up in every kernel.
 
 This file also serves ``setup.py``, before the package is installed: it imports nothing of ascend_deep.
 """
@@ -102,9 +103,10 @@ def build(target_dir: str | os.PathLike[str], verbose: bool = False) -> Path:
     with tempfile.TemporaryDirectory(prefix="ascend_deep_build_") as tmp:
 
         def compile_one(name: str) -> str:
+            own = os.environ.get("ASCEND_DEEP_CXXFLAGS", "").split()
             obj = str(Path(tmp) / f"{Path(name).stem}.o")
             generic = [*headers, f"-DTORCH_TARGET_VERSION={_TARGET}"] if name in _GENERIC else []
-            _run([compiler, *_COMMON, *sources[name], *generic, "-c", str(_HERE / name), "-o", obj], verbose)
+            _run([compiler, *_COMMON, *sources[name], *generic, *own, "-c", str(_HERE / name), "-o", obj], verbose)
             return obj
 
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:

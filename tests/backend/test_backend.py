@@ -246,19 +246,37 @@ def test_a_users_own_inductor_hook_still_runs():
 
 
 def test_mode_is_passed_on():
-    model, x = Block(), torch.randn(9, 24)
-    with torch.no_grad():
-        got = torch.compile(model, backend="ascend_deep", mode="max-autotune-no-cudagraphs")(x)
-    torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-5)
+    """``reduce-overhead`` turns CUDA graphs on, which cost nothing on a CPU and show that the mode arrived."""
+    seen = []
+
+    class Hook(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(torch._inductor.config.triton.cudagraphs)
+
+        def uuid(self):
+            return "a hook that reads the mode"
+
+    router = torch.nn.Sequential(torch.nn.Linear(24, 8), torch.nn.Softmax(-1))
+    x = torch.randn(9, 24)
+    assert not torch._inductor.config.triton.cudagraphs
+    with torch.no_grad(), torch._inductor.config.patch(pre_grad_custom_pass=Hook()):
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            got = torch.compile(router, backend="ascend_deep", mode=mode)(x)
+            torch.testing.assert_close(got, router(x), rtol=1e-4, atol=1e-5)
+    assert seen == [False, True] and not torch._inductor.config.triton.cudagraphs
 
 
 def test_inductor_beside_us_is_undisturbed():
     model, x = Block(), torch.randn(9, 24)
     before = torch._inductor.config.pre_grad_custom_pass
     with torch.no_grad():
-        for name in ("inductor", "ascend_deep", "inductor"):
+        reports = []
+        for name in ("ascend_deep", "inductor"):
             torch._dynamo.reset()
             torch.testing.assert_close(torch.compile(model, backend=name)(x), model(x), rtol=1e-4, atol=1e-5)
+            reports.append(ascend_deep.last_report())
+    assert reports[0] is reports[1] and reports[0].counts() == {"moe_experts": 1, "moe_route": 1}
     assert torch._inductor.config.pre_grad_custom_pass is before
 
 

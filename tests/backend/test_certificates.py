@@ -15,7 +15,7 @@ from tests.backend.families import build, token_ids
 EAGER = {"downstream": "aot_eager"}
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def report(request):
     pipeline._DECIDED.clear()
     model = build(request.param, "grouped_mm")

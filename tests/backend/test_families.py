@@ -12,12 +12,12 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "prepared")
 CELLS = [(f, i) for f in FAMILIES for i in IMPLEMENTATIONS if f not in OWN_EXPERTS or i == "grouped_mm"]
 
 
-def _compiled(family, implementation, dtype=torch.float32, **kwargs):
+def _compiled(family, implementation, dtype=torch.float32, downstream="aot_eager", **kwargs):
     model = build(family, "eager" if implementation == "prepared" else implementation, dtype)
     reference = build(family, "eager", dtype)
     if implementation == "prepared":
         ascend_deep.prepare(model)
-    run = torch.compile(model, backend="ascend_deep", fullgraph=True, options={"downstream": "aot_eager"}, **kwargs)
+    run = torch.compile(model, backend="ascend_deep", fullgraph=True, options={"downstream": downstream}, **kwargs)
     return run, model, reference
 
 
@@ -32,7 +32,10 @@ def _assert_fused() -> None:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("family", "implementation"), CELLS)
 def test_inference(family, implementation, dynamic):
-    run, _, reference = _compiled(family, implementation, dynamic=dynamic)
+    # AOT Autograd with symbolic sizes takes as long as all the rest. It meets the same ops in every implementation, so
+    # it runs in one of them; the others run the rewritten graph as it is.
+    downstream = "aot_eager" if implementation == "grouped_mm" or not dynamic else "eager"
+    run, _, reference = _compiled(family, implementation, dynamic=dynamic, downstream=downstream)
     ids = token_ids(2, 9)
     with torch.no_grad():
         got, want = run(ids).logits, reference(ids).logits

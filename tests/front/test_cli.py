@@ -177,7 +177,11 @@ def test_replay_of_a_doctored_certificate_fails(model: str, tmp_path: Path) -> N
     assert result.exit_code == 1, result.output
 
 
-def test_doctor_text_and_json() -> None:
+def test_doctor_text_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascend_deep import doctor
+
+    found = doctor.check_all()  # once: it imports every package in a process of its own
+    monkeypatch.setattr(doctor, "check_all", lambda: found)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0 and "torch" in result.stdout
     data = json.loads(runner.invoke(app, ["doctor", "--format", "json"]).stdout)

@@ -20,6 +20,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+def test_no_source_file_is_longer_than_contributing_says() -> None:
+    limit = int(re.search(r"none has more than (\d+)", (ROOT / "CONTRIBUTING.md").read_text()).group(1))  # type: ignore[union-attr]
+    folders = ("ascend_deep", "passes", "ops", "native", "lowering", "examples", "benchmarks", "docs")
+    files = [f for d in folders for p in ("*.py", "*.cpp", "*.h") for f in (ROOT / d).rglob(p)]
+    lines = {f.relative_to(ROOT).as_posix(): len(f.read_text().splitlines()) for f in files}
+    assert len(lines) > 100 and {n: c for n, c in lines.items() if c > limit} == {}
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     for page in PAGES:

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the C++ ker
 
 def _run(*command: object, cwd: Path) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    # Three builds of the same kernels: what they compute is tested elsewhere, what is in them here.
+    env["ASCEND_DEEP_CXXFLAGS"] = "-O0"
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
