@@ -31,7 +31,7 @@ from ascend_deep.passes.probe import isolated
 from ascend_deep.passes.region import Region
 from ascend_deep.passes.replay import describe
 
-__all__ = ["Pipeline", "StrictError", "versions"]
+__all__ = ["NO_TOKENS", "Pipeline", "StrictError", "versions"]
 
 log = logging.getLogger("ascend_deep")
 T = TypeVar("T")
@@ -39,6 +39,12 @@ T = TypeVar("T")
 # (fingerprint, probed) -> what was decided about a region. Bounded by the number of distinct regions of a process.
 _DECIDED: dict[tuple[str, bool], tuple[Solution, gates.Proof | None] | Refusal] = {}
 
+
+NO_TOKENS = (
+    "this graph is for calls without tokens (a size is 0), where there is nothing to compute; the first call with "
+    "tokens compiles another graph."
+)
+"""Reason of the refusals in such a graph."""
 
 raise_bugs = False
 """Tests set this: errors inside a recogniser are raised. Otherwise one costs the user a match, not the compile."""
@@ -165,7 +171,7 @@ class Pipeline:
         for anchor in [] if isinstance(anchors, Refusal) else anchors:
             if anchor in taken or rewrite.SHADOWED in anchor.meta:
                 continue
-            regions = _or_refusal(recogniser, recogniser.cut, view, anchor)
+            regions = _nothing_to_compute(anchor) or _or_refusal(recogniser, recogniser.cut, view, anchor)
             if isinstance(regions, Refusal):
                 refused.append((anchor, regions))
                 continue
@@ -210,6 +216,8 @@ class Pipeline:
     def _match(self, item: Accepted, call: fx.Node, certificate: str) -> Match:
         view, anchor = item.region.view, item.region.outputs[-1]
         rounding = self._quantise(item, call)
+        # What holds for this place alone; equal regions share everything else.
+        notes = getattr(item.recogniser, "site_notes", lambda region: ())(item.region)
         choice = rewrite.provider_of(item.solution.op, call, self.device)
         if self.strict and choice.provider is None:
             why = "; ".join(map(str, choice.refusals)) or "there is no provider for this device."
@@ -224,8 +232,9 @@ class Pipeline:
             max_error=item.proof.max_error if item.proof else float("nan"),
             certificate=certificate,
             spec=item.solution.describe(),
-            outside_users=len(item.region.outside_users),
-            notes=(*item.solution.notes, *rounding),
+            # Sizes are not worth a word: they cost nothing, and every graph with dynamic shapes shares them.
+            outside_users=sum(view.tensor(n) is not None for n in item.region.outside_users),
+            notes=(*item.solution.notes, *notes, *rounding),
             provider_refusals=tuple(map(str, choice.refusals)),
         )
 
@@ -287,12 +296,17 @@ _HEAVY = frozenset(
 # -- details --------------------------------------------------------------------------------------------------------
 def _has_candidates(gm: fx.GraphModule) -> bool:
     for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                name = node.target if isinstance(node.target, str) else op_name(node).rsplit(".", 1)[-1]
-                if node.op in ("call_function", "call_method") and name in catalogue.TRIGGERS:
-                    return True
+        if isinstance(module, fx.GraphModule) and any(map(catalogue.is_candidate, module.graph.nodes)):
+            return True
     return False
+
+
+def _nothing_to_compute(anchor: fx.Node) -> Refusal | None:
+    """Without tokens there is nothing to run and nothing to learn. Dynamo compiles a graph of its own for that case."""
+    values = torch.utils._pytree.tree_leaves(anchor.meta.get("val"))
+    if any(isinstance(v, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in v.shape) for v in values):
+        return Refusal(NO_TOKENS, anchor)
+    return None
 
 
 def _unseen(recogniser: Recogniser, region: Region, solution: Solution) -> Refusal | None:
