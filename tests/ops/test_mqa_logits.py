@@ -195,3 +195,38 @@ def test_scales_must_divide_the_head_dim() -> None:
     fp8 = KV.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="kv_sf has 3 groups; that must divide D of kv, which is 8"):
         ops.mqa_logits(Q, fp8, W, kv_sf=torch.ones(2, 9, 3))
+
+
+@pytest.mark.parametrize("which", ["q_sf", "kv_sf"])
+@pytest.mark.parametrize("call", [ops.mqa_logits, lambda *a, **kw: ops.mqa_topk(*a, topk=3, **kw)])
+def test_negative_scales_are_refused(call: Any, which: str) -> None:
+    """relu(s * p) is s * relu(p) for s >= 0 alone, and kernels apply scales after the ReLU. A scale of 0 is fine."""
+    fp8 = torch.float8_e4m3fn
+    q, kv, weights = torch.randn(2, 3, 4, 16).to(fp8), torch.randn(2, 9, 16).to(fp8), torch.randn(2, 3, 4)
+    scales = {"q_sf": torch.rand(2, 3, 4, 1), "kv_sf": torch.rand(2, 9, 1)}
+    scales[which][1, 2] = 0.0
+    call(q, kv, weights, scale=0.3, **scales)
+    scales[which][1, 2] = -0.25
+    with pytest.raises(ValueError, match=f"{which} holds -0.25; scales must not be negative"):
+        call(q, kv, weights, scale=0.3, **scales)
+
+
+def test_why_negative_scales_are_refused() -> None:
+    """What kernels do with the scale of a key is what the definition says for a positive one, not for others."""
+    q, kv, weights = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 16), torch.randn(1, 3, 4)
+    for sign in (0.7, -0.7):
+        inside = ops.reference("mqa_logits")(
+            q, None, kv * sign, None, weights, None, None, None, scale=0.3, max_seqlen_k=0, clean=True, out_dtype=None
+        )
+        outside = sign * ops.mqa_logits(q, kv, weights, scale=0.3)
+        assert torch.allclose(inside, outside, rtol=1e-5, atol=1e-6) == (sign > 0)
+
+
+@pytest.mark.parametrize("name", ["mqa_logits", "mqa_topk"])
+def test_negative_scales_in_debug_mode(name: str) -> None:
+    """The check for devices on which looking at values waits for the device."""
+    debug = ops.op(name).debug
+    assert debug is not None
+    debug(None, torch.ones(1, 2, 2, 1), None, None, None)
+    with pytest.raises(ValueError, match=f"{name}: kv_sf holds -2"):
+        debug(None, None, None, torch.tensor([[[1.0], [-2.0]]]), None)
