@@ -123,6 +123,10 @@ def explain(
         Format | None, typer.Option("--format", help="Default: by the ending of --output, else text.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead.")] = None,
+    normal_form: Annotated[
+        bool,
+        typer.Option("--normal-form", help="Also print every block, fused or left, before and after normal form."),
+    ] = False,
 ) -> None:
     """Compile a model once and say what was fused, what was not and why.
 
@@ -148,9 +152,17 @@ def explain(
             loaded = _load(model, set_, layers, shape, dtype, experts_implementation, training)
         if prepare:
             _prepare(loaded)
-    with _model_errors(), _status(f"Compiling {loaded.name}"):
+        if normal_form and output is None and form is not Format.text:
+            raise ValueError(
+                "--normal-form is text; add --output FILE to write the report there, or leave --format out."
+            )
+    from ascend_deep.passes import show
+
+    with _model_errors(), _status(f"Compiling {loaded.name}"), show.recording() as blocks:
         report = _explain(loaded, options, training)
     _emit(report, form, output)
+    if normal_form:
+        print("\n" + "\n\n".join(blocks))
     raise typer.Exit(0 if report.counts() else NOTHING_FUSED)
 
 

@@ -48,14 +48,21 @@ _OTHER_REDUCTIONS = frozenset(
 
 def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refusal:
     """The regions of a grouped or batched block, largest first."""
-    first, second = pair.first, pair.second
     refusal = stored_problem(pair)
     if refusal is not None:
         return refusal
-    routed = _expert_ids(first)
-    if routed is None:
-        return Refusal("no tensor of expert ids was found that puts rows and experts together.", second.term.node)
-    ids, slots = routed
+    # Ids of other ranks are clamped before they gather weights, and masked where they are compared: the block then
+    # reads the ids as they were. A block that only clamps reads the clamped ones.
+    routed = [_expert_ids(pair.first, clamps) for clamps in (True, False)]
+    tried = [_cut_at(view, name, pair, *found) for found in dict.fromkeys(routed) if found is not None]
+    if not tried:
+        return Refusal("no tensor of expert ids was found that puts rows and experts together.", pair.second.term.node)
+    return [region for cut in tried if not isinstance(cut, Refusal) for region in cut] or tried[0]
+
+
+def _cut_at(view: GraphView, name: str, pair: Pair, ids: Term, slots: Any) -> Sequence[Region] | Refusal:
+    """The regions that begin at ``ids`` [.., K]."""
+    first, second = pair.first, pair.second
     rows = ids.numel
     tokens = divide(rows, slots)
     hidden = divide(second.term.numel, rows)
@@ -135,8 +142,12 @@ def read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[st
 
 
 # -- leaves ---------------------------------------------------------------------------------------------------------
-def _expert_ids(first: Product) -> tuple[Term, Any] | None:
-    """The ids [.., K] that route rows to experts, and K (an expression if it is symbolic)."""
+def _expert_ids(first: Product, clamps: bool) -> tuple[Term, Any] | None:
+    """The ids [.., K] that route rows to experts, and K (an expression if it is symbolic).
+
+    Args:
+        clamps: look through clamps of the ids.
+    """
     slots = None
     start = first.ids
     if start is None:
@@ -149,7 +160,7 @@ def _expert_ids(first: Product) -> tuple[Term, Any] | None:
         division = next((t for t in _index_terms(first.rows) if t.op == "IntDiv"), None)
         slots = division.attrs[0] if division is not None else None
     ids = start
-    while (ids.op in ("Reshape", "Cast", "Sorted") or ids.op.startswith("aten.clamp")) and ids.args:
+    while (ids.op in ("Reshape", "Cast", "Sorted") or (clamps and ids.op.startswith("aten.clamp"))) and ids.args:
         if ids.op == "Reshape" and ids.nodes and slots is None and len(ids.shape) == 1 and not ids.args[0].nodes:
             break
         ids = ids.args[0]
@@ -202,8 +213,16 @@ def _moved_tokens(rows: Term, elements: Any, hidden: Any, ids: Term) -> Term | N
     return term if fits else None
 
 
+def _is_weighed(term: Term, ids: Term) -> bool:
+    """True for rows times a column that was made from the ids, or from what they were chosen from."""
+    while ids.op in MOVES:
+        ids = ids.args[0]
+    origins = [ids, *(ids.args[:1] if ids.op in ("TopIds", "aten.argmax") else ())]
+    return any(t.mentions(o) for t in term.args if t.shape[-1:] == (1,) for o in origins)
+
+
 def _leads_to_rows(term: Term, ids: Term) -> bool:
-    """True if below movement, and below a product with routing weights, there is still a gather by ``ids``."""
+    """True if below movement there is a product with routing weights, or a gather by ``ids`` below such a product."""
     pending = [term]
     while pending:
         term = pending.pop()
@@ -212,6 +231,8 @@ def _leads_to_rows(term: Term, ids: Term) -> bool:
         if term.op in MOVES:
             pending.append(term.args[0])
         elif term.op == "aten.mul":
+            if _is_weighed(term, ids):
+                return True
             pending.extend(t for t in term.args if t.numel == term.numel and t.shape[-1:] != (1,) and _is_moved(t))
     return False
 

@@ -18,12 +18,13 @@ from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.activation_family import Activated, fits, members, scales
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.experts_plan import Shape, chosen_scores, score_chain
+from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Region
 from ascend_deep.passes.stand_ins import widened
 
 __all__ = ["Case", "emit", "family_result", "first_product", "probes", "solve", "takes_outside_ids"]
 
-_COMPARISONS = frozenset({"aten.ge", "aten.gt", "aten.lt", "aten.le", "aten.eq", "aten.ne"})
+_COMPARISONS = frozenset(f"aten.{n}" for n in ("ge", "gt", "lt", "le", "eq", "ne", "clamp", "clamp_min", "clamp_max"))
 _ATTRS = ("act", "alpha", "limit", "interleaved", "weight_layout", "weight_on_input", "expert_offset", "out_dtype")
 
 
@@ -86,9 +87,14 @@ def family_result(
 
 
 def takes_outside_ids(region: Region) -> bool:
-    """True if the region compares its ids with something: it expects ids of other ranks."""
+    """True if the region compares or clamps integers, its ids: it expects ids of other ranks."""
     routed = region.hints.get("kind") in ("grouped", "batched")
-    return routed and any(s.name in _COMPARISONS for s in region.program.steps)
+    return routed and any(op_name(n) in _COMPARISONS and _reads_integers(n) for n in region.nodes)
+
+
+def _reads_integers(node: fx.Node) -> bool:
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    return not (isinstance(value, Tensor) and value.is_floating_point())
 
 
 def _may_repeat(region: Region) -> bool:

@@ -90,6 +90,7 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     usable: list[Dims] = []
     few = _few(shape)
     pins = [shape.experts, few, shape.experts * few]
+    pins += [wanted for capacity in _capacities(region, shape.experts) for _, wanted in capacity]
     hiddens = [*_HIDDEN, *(s for s in pins if s not in _HIDDEN), *(2 * i for i in pins)]
     inners = [*_INNER, *(s for s in pins if s not in _INNER)]
     for tokens in _lead_sizes(lead, [*_TOKENS, *pins, 2 * shape.experts]):
@@ -98,9 +99,9 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
             # The batched form gathers the weights of every pair of token and expert.
             if max(shape.experts, rows * few) * hidden * inner > _LARGEST:
                 continue
-            pairs = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
-            pairs += _capacity_pairs(region, shape.experts)
-            dims = Dims.plan(pairs)
+            sizes = list(_pairs(shape, literals, lead, tokens, hidden, inner, exact))
+            tried = ([*sizes, *capacity] for capacity in _capacities(region, shape.experts))
+            pairs, dims = next(((p, d) for p in tried if (d := Dims.plan(p)) is not None), (sizes, None))
             if dims is None or not _room(region, dims):
                 continue
             usable.append(dims)
@@ -114,15 +115,12 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     return perfect or usable[:count]
 
 
-_SLOTS = 3
-"""Capacity of an expert in probes, where the graph's own is a literal."""
-
-
-def _capacity_pairs(region: Region, experts: int) -> list[tuple[Any, int]]:
-    capacity = str(region.hints.get("capacity", ""))
-    if not capacity.isdecimal():  # none, or symbolic: then it follows from the number of tokens
-        return []
-    return [(int(capacity), _SLOTS), (int(capacity) * experts, _SLOTS * experts)]
+def _capacities(region: Region, experts: int) -> list[list[tuple[Any, int]]]:
+    """Sizes of C and E · C to try, if the block has a capacity and the graph has it as a number: 3, and itself."""
+    text = str(region.hints.get("capacity", ""))
+    if not text.isdecimal():  # none, or symbolic: then it follows from the number of tokens
+        return [[]]
+    return [[(int(text), c), (int(text) * experts, c * experts)] for c in dict.fromkeys((3, int(text)))]
 
 
 def _room(region: Region, dims: Dims) -> bool:

@@ -188,10 +188,13 @@ def _plans(region: Region, experts: int, rows: Any, capacity: Any) -> list[tuple
     found: list[tuple[Dims, int, int]] = []
     fixed = capacity if isinstance(capacity, int) else 0
     wanted = [2 * fixed + 3, fixed + 5] if fixed else [13, 24, 37, 64]
+    symbolic = [s for n in region.inputs.values() for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]
     if isinstance(rows, int):
         wanted.append(rows)
+    elif len(symbolic) == 1 and capacity is not None and symbolic[0].node.has_hint():
+        # A capacity that is a number here holds for some counts of tokens only; the one at hand is among them.
+        wanted.insert(0, min(int(symbolic[0].node.hint), 96))
     for tokens in wanted:
-        symbolic = [s for n in region.inputs.values() for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]
         pairs: list[tuple[Any, int]] = [(experts, experts)]
         pairs += [(fixed, fixed)] if fixed else []
         if isinstance(rows, int):

@@ -23,7 +23,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import catalogue, certificates, fp8, gates, rewrite, safeguards
+from ascend_deep.passes import catalogue, certificates, fp8, gates, rewrite, safeguards, show
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -174,6 +174,7 @@ class Pipeline:
             regions = _nothing_to_compute(anchor) or _or_refusal(recogniser, recogniser.cut, view, anchor)
             if isinstance(regions, Refusal):
                 refused.append((anchor, regions))
+                show.record(recogniser.name, view, anchor, (), f"left: {regions.reason}")
                 continue
             first: Refusal | None = None
             for region in regions:
@@ -185,10 +186,12 @@ class Pipeline:
                     continue
                 accepted.append(Accepted(recogniser, region, *decision))
                 taken.update(region.nodes)
+                show.record(recogniser.name, view, anchor, region.nodes, f"fused as {decision[0].describe()}")
                 break
             else:
                 if first is not None:
                     refused.append((anchor, first))
+                    show.record(recogniser.name, view, anchor, regions[0].nodes, f"left: {first.reason}")
         return accepted, refused
 
     def _decide(self, recogniser: Recogniser, region: Region) -> tuple[Solution, gates.Proof | None] | Refusal:

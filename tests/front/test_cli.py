@@ -31,6 +31,17 @@ class Router(nn.Module):
 class Plain(nn.Module):
     def forward(self, x): return x.sin()
 
+class Soft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+        self.places = nn.Parameter(torch.randn(16, 12))
+    def forward(self, x):
+        mix = (x @ self.places).softmax(0).view(x.shape[0], 4, 3)
+        slots = torch.einsum("tes,th->esh", mix, x)
+        y = torch.bmm(nn.functional.silu(torch.bmm(slots, self.w1)), self.w2)
+        return torch.einsum("tes,esh->th", mix, y)
+
 class Failing(nn.Module):
     def forward(self, x): raise RuntimeError("the model is broken on purpose")
 
@@ -60,6 +71,23 @@ def test_explain_text(model: str) -> None:
     result = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER])
     assert result.exit_code == 0, result.output
     assert "1 place fused" in result.stdout and "moe_route" in result.stdout and "inference" in result.stdout
+
+
+def test_explain_prints_blocks_before_and_after_normal_form(model: str) -> None:
+    result = runner.invoke(app, ["explain", f"{model}:Router", *ONLY_ROUTER, "--normal-form"])
+    assert result.exit_code == 0, result.output
+    fused = result.output.index("router at ")
+    text = result.output[fused:]
+    assert "fused as moe_route(" in text and "  before" in text and "  normal form" in text
+    assert "target=torch.ops.aten.topk.default" in text[: text.index("  normal form")]
+    assert "TopIds(" in text[text.index("  normal form") :]
+
+
+def test_explain_prints_what_no_block_could_be_cut_from(model: str) -> None:
+    """Tokens of a soft mixture are mixed before the experts see them: the place is shown with the reason."""
+    result = runner.invoke(app, ["explain", f"{model}:Soft", "--shape", "7,16", "--normal-form"])
+    assert result.exit_code == 3
+    assert "experts_batched at " in result.output and "left: " in result.output and "Einsum(" in result.output
 
 
 def test_explain_json_and_training(model: str) -> None:
@@ -93,6 +121,7 @@ def test_nothing_fused_is_exit_code_3(model: str) -> None:
         (["explain", "cli_models:Router", "--target", "mars"], "accepted are auto, cpu"),
         (["explain", "cli_models:Router", "--enable", "routers"], "'routers'"),
         (["explain", "cli_models:Router", "--shape", "two"], "sizes separated by commas"),
+        (["explain", "cli_models:Router", "--normal-form", "--format", "json"], "leave --format out"),
         (["explain", "cli_models:Router", "--set", "oops"], "name=value"),
         (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "cannot write"),
         (["bench", "cli_models:Plain", "--against", "tpu"], "it takes eager or inductor"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from experts_grammar import COMBINE, COUNTS, EXPERTS, HIDDEN, ROWS, SCORES, WEIGH, Block
 from torch import Tensor
+
+with contextlib.suppress(ImportError):
+    import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 
 
 def _grouped(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:

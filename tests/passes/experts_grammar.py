@@ -1,14 +1,13 @@
-"""A grammar of MoE blocks: router × way of dispatch × spelling of each step × activation × layout × casts, and mutations.
+"""A grammar of MoE blocks: router × dispatch × spelling of each step × activation × layout × casts, and mutations.
 
-``Block(spec)`` is a module of one block. A mutation changes one step of it, in a way that a hurried author or a careless
-rewrite might: the block stays a valid model, and whatever is fused must still compute what *it* computes.
+``Block(spec)`` is a module of one block. A mutation changes one step of it, in a way that a hurried author or a
+careless rewrite might: the block stays a valid model, and whatever is fused must compute what *it* computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -197,6 +196,22 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
+PRODUCTS = ("einsum_te", "bmm", "matmul", "repeat", "summed")
+PLACES = ("output", "hidden", "input")
+NOT_A_CHOICE = ("threshold", "soft", "straight_through")
+"""Scores that are not zero for the experts that were not chosen, or whose gradients are not."""
+
+
+def fusible(spec: Spec) -> bool:
+    """True for blocks that are members of ``moe_experts``; mutated ones may be, by chance."""
+    if spec.mutation != "none" or spec.form == "colliding":
+        return False
+    if spec.form != "dense":
+        return not (spec.bias and spec.weight_at == "hidden")  # the bias of the second product would not be weighed
+    bias_of_all = spec.bias and (spec.weight_at != "output" or spec.products == "summed")
+    return spec.scores not in NOT_A_CHOICE and not bias_of_all
+
+
 class Block(nn.Module):
     """The block of ``spec``: x [T, H] or [1, T, H] to the same shape."""
 
@@ -248,7 +263,3 @@ class Block(nn.Module):
             w = w.to(torch.float32).to(x.dtype)
         out = FORMS[self.spec.form](self, flat, idx, w, probs)
         return out.view(x.shape) if self.spec.lead else out
-
-
-def parameters(block: Block) -> list[Any]:
-    return list(block.parameters())
