@@ -81,6 +81,20 @@ def test_a_model_that_nothing_speaks_about() -> None:
     assert unclaimed_parts(report) == {"1": "_Top1Router"}
 
 
+def test_switch_transformers_is_not_passed_over_in_silence() -> None:
+    """One of its parts breaks the graph; of the other nothing was said at all."""
+    config = pytest.importorskip("transformers").SwitchTransformersConfig(
+        d_model=16, d_ff=24, num_experts=4, num_heads=2, d_kv=8, expert_capacity=5
+    )
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    with torch.no_grad():
+        report = ascend_deep.explain(SwitchTransformersSparseMLP(config).eval(), torch.randn(2, 7, 16))
+    claimed = {m.recogniser for m in (*report.matches, *report.misses)}
+    assert "router" in claimed or unclaimed_parts(report) == {"router": "SwitchTransformersTop1Router"}
+    assert any(b.hint for b in report.graph_breaks) or any(r.startswith("experts") for r in claimed)
+
+
 @pytest.mark.parametrize(("dtype", "told"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
 def test_a_gate_in_half_precision_carries_the_note_about_ties(dtype: torch.dtype, told: bool) -> None:
     class Gate(Router):
