@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._inductor
+import torch._inductor.config
 from torch import fx
 
 from ascend_deep.lowering import _torch_compat
+from ascend_deep.lowering.direct import KernelPass
+from ascend_deep.native import table
 
 if TYPE_CHECKING:
     from ascend_deep.lowering import Stage
@@ -63,11 +66,18 @@ def compile(
     """Compile ``gm`` with Inductor, ``stage`` applied first, after a user's own ``pre_grad_custom_pass``."""
     patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     patches.update(options)
+    # Compiled code from a cache names the kernels, so their library has to be there whatever the stage does.
+    table.fingerprint()
+    patches["post_grad_custom_post_pass"] = _with(patches, "post_grad_custom_post_pass", KernelPass())
     if _torch_compat.TORCH < (2, 12):
         stage.run(gm)
         return cast("Callable[..., Any]", _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches))
-    hooks = patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)
-    before = [] if hooks is None else list(hooks) if isinstance(hooks, (list, tuple)) else [hooks]
-    ours = _StagePass(stage)
-    patches["pre_grad_custom_pass"] = _Chain([*before, ours]) if before else ours
+    patches["pre_grad_custom_pass"] = _with(patches, "pre_grad_custom_pass", _StagePass(stage))
     return cast("Callable[..., Any]", _torch_compat.compile_fx(gm, list(example_inputs), config_patches=patches))
+
+
+def _with(patches: Mapping[str, Any], name: str, ours: _torch_compat.CustomGraphPass) -> _torch_compat.CustomGraphPass:
+    """``ours`` after the passes that the user has set for hook ``name`` of Inductor, if any."""
+    hooks = patches.get(name, getattr(torch._inductor.config, name))
+    before = [] if hooks is None else list(hooks) if isinstance(hooks, (list, tuple)) else [hooks]
+    return _Chain([*before, ours]) if before else ours

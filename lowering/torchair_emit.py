@@ -25,7 +25,8 @@ FILES = {"graph": ".pbtxt", "listing": ".txt", "mermaid": ".mmd", "dot": ".dot"}
 """What ``write`` writes, and the endings."""
 
 NOTICE = "Graph for the graph engine, as torchair builds it. Not compiled and not run: no Ascend hardware was involved."
-_NPU = "npu:0"
+# Metadata on no device in particular: torchair takes all but the CPU for an NPU, and no code of a device runs.
+_DEVICE = "meta"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def convert(gm: fx.GraphModule, example_inputs: Sequence[Any], family: str, stub
     compiled: list[Any] = []
     compiler = vendor.get_compiler(config)
 
-    def compile_one(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        made = compiler(*_on_npu(part, inputs))
+    def compile_one(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        made = compiler(*_on_npu(gm, example_inputs))
         compiled.append(made.runner)
         return lambda *_: (_ for _ in ()).throw(RuntimeError("an emitted graph is not run."))
 
@@ -113,7 +114,7 @@ def _fake(mode: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     with mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_NPU)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_DEVICE)
     if isinstance(value, torch.nn.Parameter) or hasattr(value, "_torchair_is_parameter"):
         made._torchair_is_parameter = True  # type: ignore[attr-defined]
     return made
@@ -122,9 +123,9 @@ def _fake(mode: Any, value: Any) -> Any:
 def _moved(arguments: Any) -> Any:
     """Arguments with the devices of the CPU replaced by the NPU."""
     if isinstance(arguments, torch.device):
-        return torch.device(_NPU) if arguments.type in ("cpu", "cuda") else arguments
+        return torch.device(_DEVICE) if arguments.type in ("cpu", "cuda") else arguments
     if isinstance(arguments, str):
-        return _NPU if arguments in ("cpu", "cuda") else arguments
+        return _DEVICE if arguments in ("cpu", "cuda") else arguments
     if isinstance(arguments, (tuple, list)):
         return type(arguments)(_moved(a) for a in arguments)
     if isinstance(arguments, dict):

@@ -63,13 +63,13 @@ def moe_experts_backward(
             d_weights = _per_slot(d_p, row_map, idx).to(weights.dtype)
         if need_w2:
             weighted = (g * p).to(x.dtype)
-            pair = (weighted, a) if weight_layout == "enk" else (a, weighted)
-            d_w2 = _outer(*pair, counts)
+            left, right = (weighted, a) if weight_layout == "enk" else (a, weighted)
+            d_w2 = _outer(left, right, counts)
     if need_x or need_w13:
         d_h = torch.ops.npu.npu_swiglu_backward((d_a * p).to(x.dtype), h, -1)
         if need_w13:
-            pair = (d_h, rows) if weight_layout == "enk" else (rows, d_h)
-            d_w13 = _outer(*pair, counts)
+            left, right = (d_h, rows) if weight_layout == "enk" else (rows, d_h)
+            d_w13 = _outer(left, right, counts)
         if need_x:
             d_rows = grouped_matmul(d_h, first.transpose(1, 2), None, counts)
             d_x = finalize(d_rows, row_map, d_rows.new_ones(idx.shape))

@@ -1,8 +1,9 @@
 """``moe_route`` by the vendor's gating ops.
 
     npu_moe_gating_top_k             softmax or sigmoid, then bias, groups and choice; sigmoid is always renormalised
-    npu_moe_gating_top_k_softmax_v2  choice by logits, softmax over the chosen; in graphs torch's own topk and softmax
+    npu_moe_gating_top_k_softmax_v2  choice by logits, softmax over the chosen
 
+In graphs, choices that these ops do not make are written out in torch's own ops.
 Where the vendor's weights are not those that are asked for, its normalised scores are read at the chosen ids and the
 rest is done here. Logits go in as f32, so that the weights come out as f32. Ties: the vendor's documents name no rule;
 ours is the lowest index, so this is one of the points to be looked at on hardware.
@@ -42,12 +43,14 @@ def moe_route(
 ) -> tuple[Tensor, Tensor]:
     """As the op says; the schema's arguments."""
     x = logits.to(torch.float32)
+    target = soc.current()
+    assert target is not None  # the limits refuse where there is none
+    attributes = (topk, scoring, select, n_group, topk_group, group_score, group_fill)
+    if target.graph and _vendor_refusal(target, x, bias, *attributes) is not None:
+        weights, ids = _written_out(x, bias, *attributes)
+        return _renormalised(weights, renorm, eps, scale).contiguous(), ids
     if select == "logits":
-        if _in_graph():
-            values, idx = x.topk(int(topk), -1)
-            weights = values.softmax(-1)
-        else:
-            weights, idx, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(x, k=int(topk), renorm=1)
+        weights, idx, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(x, k=int(topk), renorm=1)
         # The chosen weights already sum to one; what is left of renormalising is the epsilon.
         return _renormalised(weights, renorm, eps, scale), idx.to(torch.int64)
     direct = renorm == ("sum" if scoring == "sigmoid" else "none")
@@ -68,10 +71,39 @@ def moe_route(
     return weights.contiguous(), ids
 
 
-def _in_graph() -> bool:
-    """True where torchair converts the call: it cannot convert the vendor's op for a choice by logits."""
-    target = soc.current()
-    return target is not None and target.graph
+def _written_out(
+    x: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    scoring: str,
+    select: str,
+    n_group: int,
+    topk_group: int,
+    group_score: str,
+    group_fill: str,
+) -> tuple[Tensor, Tensor]:
+    """Weights before renormalising and ids, in ops that torchair converts; its topk, like torch's, breaks ties freely.
+
+    The op's own reference body sorts keys of bits, which the graph engine has no converter for.
+    """
+    scores = x if select == "logits" else _score(x, scoring)
+    choice = scores if bias is None else scores + bias.to(torch.float32)
+    choice = torch.where(choice == choice, choice, -torch.inf)  # NaN ranks last
+    if n_group != 1:
+        grouped = choice.view(x.shape[0], n_group, x.shape[1] // n_group)
+        size = grouped.shape[2]
+        top2 = group_score == "top2" and size >= 2
+        score = grouped.topk(2, -1).values.sum(-1) if top2 else grouped.amax(-1)
+        kept = torch.zeros_like(score).scatter(1, score.topk(int(topk_group), -1).indices, 1.0)
+        fill = 0.0 if group_fill == "zero" else -torch.inf
+        choice = torch.where(kept.unsqueeze(2) > 0, grouped, fill).view(x.shape)
+    ids = choice.topk(int(topk), -1).indices
+    weights = scores.gather(1, ids)
+    return (_score(weights, scoring) if select == "logits" else weights), ids
+
+
+def _score(x: Tensor, scoring: str) -> Tensor:
+    return x.softmax(-1) if scoring == "softmax" else x.sigmoid()
 
 
 def _groups(n_group: int, topk_group: int, group_score: str) -> dict[str, int]:
@@ -104,17 +136,35 @@ def limits(
     group_score: str,
     group_fill: str,
 ) -> str | None:
-    """Why the vendor's ops do not compute this call of ``moe_route``; ``None`` if they do."""
+    """Why this provider does not compute this call of ``moe_route``; ``None`` if it does."""
     if logits.dtype == torch.float64:
         return "logits has dtype float64; the vendor's gating ops compute in float32."
     if scoring not in _NORM:
         return f"scoring is {scoring!r}; the vendor's gating ops have softmax and sigmoid."
+    if target.graph:
+        return None  # what the vendor's op does not compute is written out
+    return _vendor_refusal(target, logits, bias, topk, scoring, select, n_group, topk_group, group_score, group_fill)
+
+
+def _vendor_refusal(
+    target: Target,
+    logits: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    scoring: str,
+    select: str,
+    n_group: int,
+    topk_group: int,
+    group_score: str,
+    group_fill: str,
+) -> str | None:
+    """Why no gating op of the vendor computes the choice; ``None`` if one does."""
     x = Spec(tuple(logits.shape), torch.float32)
     if select == "logits":
         if scoring != "softmax" or bias is not None or n_group != 1:
             what = "a bias" if bias is not None else "groups" if n_group != 1 else scoring
             return f"the experts are chosen by logits, with {what}; the vendor's op for that has softmax alone."
-        return None if target.graph else refusal("npu_moe_gating_top_k_softmax_v2", target, x, k=topk, renorm=1)
+        return refusal("npu_moe_gating_top_k_softmax_v2", target, x, k=topk, renorm=1)
     if group_fill == "zero" and n_group != 1 and topk_group != n_group:
         return "group_fill is 'zero'; the vendor's op never chooses from a group that was not kept."
     extra: dict[str, Any] = {} if bias is None else {"bias": Spec(tuple(bias.shape), torch.float32)}

@@ -107,6 +107,26 @@ def test_routing_with_bias_and_groups(family: str, scoring: str, renorm: str) ->
     _same("moe_route", result[0], ops.reference("moe_route")(logits, bias, **attributes), torch.float32)
 
 
+@pytest.mark.parametrize("fill", ["zero", "neg_inf"])
+@pytest.mark.parametrize("select", ["logits", "scores"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routing_in_graphs_without_a_vendor_op(scoring: str, select: str, fill: str) -> None:
+    """Choices that the vendor's op does not make are written out; a bias so low that a masked zero can win."""
+    logits, bias = torch.randn(29, 24) * 2, torch.randn(24) - 1.5
+    logits[3, :5] = torch.nan if scoring == "sigmoid" else logits[3, :5]
+    attributes = {
+        **{"topk": 5, "scoring": scoring, "select": select, "renorm": "sum", "eps": 1e-3, "scale": 2.5},
+        **{"n_group": 4, "topk_group": 2, "group_score": "top2", "group_fill": fill},
+    }
+    with soc.planned("950pr"), soc.in_graph():
+        target = soc.current()
+        assert target is not None
+        result = _run("moe_route", (logits, bias), attributes, target)
+    assert not isinstance(result, str), result
+    _same("moe_route", result[0], ops.reference("moe_route")(logits, bias, **attributes), torch.float32)
+    assert ("npu_moe_gating_top_k" in result[1]) == (select == "scores" and fill == "neg_inf")
+
+
 @pytest.mark.parametrize("family", ["910b", "950pr"])
 @pytest.mark.parametrize("act", ["silu", "swiglu_oai", "silu_clamp", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
