@@ -76,7 +76,7 @@ class Prepared:
     def __str__(self) -> str:
         from ascend_deep.report_layout import plural, short_paths
 
-        lines = [f"prepare: {plural(len(self.swapped), 'module')} swapped, {len(self.left)} left as they are"]
+        lines = [f"prepare: {plural(len(self.swapped), 'experts module')} swapped, {len(self.left)} left as they are"]
         for kind, what, mark in (
             (self.swapped, lambda s: s.spec.describe(), "moe_experts"),
             (self.left, lambda s: s.reason, "left"),
@@ -142,7 +142,7 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
         _swap(decorated)
     loops, refused = _loops(model, verify, {path for path, _, _ in decorated}, cache)
     swapped += loops
-    done = [item.module for item in (*loops, *refused)]
+    done = [*(s.module for s in loops), *(r.module for r in refused)]
     left += refused
     left += [
         Left(path, kind, _reason_not_decorated(model.get_submodule(path)))

@@ -40,7 +40,7 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
         remove(module)
         return line(error)
     rewritten = loop.source.replaced(
-        [(s.part.block, s.part.start, s.part.end, s.part.kept, _statement(loop, i)) for i, s in enumerate(loop.solved)]
+        [(s.part.block, s.part.start, s.part.end, s.part.first, _statement(loop, i)) for i, s in enumerate(loop.solved)]
     )
     original: Any = type(module).forward
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep.loop_families import Family, families, is_owner, twin
-from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast
+from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
 from ascend_deep.loop_runs import Record, Rig, quiet
 from ascend_deep.loop_solve import constants
@@ -186,7 +186,7 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
         return None
     numbers = constants(rig.entry if path else rig.module)
     reason: tuple[int, str] | None = None
-    parts: dict[int, Solved] = {}
+    parts: dict[int, tuple[Solved, bool]] = {}
     modes: dict[bool, bool] = {}
     shapes = [_like(shape, s) for s in _SHAPES]
     for training in (False, True):
@@ -197,14 +197,12 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
             reason = answer
     if not modes or not parts:
         return reason
-    if len(set(modes.values())) > 1:
-        return 6, "its loop has gradients in one mode only."
     return _dtypes(source, entry, path, found, parts, modes, shape)
 
 
 def _in_mode(
     rig: Rig, found: Sequence[Family], numbers: list[float], training: bool, shape: tuple[int, ...],
-    shapes: list[tuple[int, ...]], parts: dict[int, Solved],
+    shapes: list[tuple[int, ...]], parts: dict[int, tuple[Solved, bool]],
 ) -> bool | tuple[int, str] | None:  # fmt: skip
     """Find the part that runs in this mode and prove it. True: it has no gradients."""
     from ascend_deep.passes import activation_family
@@ -246,16 +244,16 @@ def _in_mode(
         return rank, text
     best = _earliest(rig, record, records, best, training)
     index = rig.source.blocks.index(best.part.block)
-    before = parts.get(index)
-    if before is not None and (before.part.start, before.part.end, before.roles) != (
-        best.part.start, best.part.end, best.roles,
-    ):  # fmt: skip
+    if index in parts:
         # The same block runs in both modes: what was found first has to hold here too.
+        before, without = parts[index]
         again = prove(rig, before, records, training)
-        return (4, again) if isinstance(again, str) else again.none
-    if any((p.assignment, p.member) != (best.assignment, best.member) for p in parts.values()):
+        if isinstance(again, str):
+            return 4, again
+        return (4, "its loop has gradients in one mode only.") if again.none != without else without
+    if any((p.assignment, p.member) != (best.assignment, best.member) for p, _ in parts.values()):
         return 4, "its loops in training and in evaluation compute different things."
-    parts[index] = best
+    parts[index] = best, gradients
     return gradients
 
 
@@ -276,6 +274,9 @@ def _earliest(rig: Rig, record: Record, records: Sequence[Record], s: Solved, tr
             continue
         if s.roles.weights is not None and s.roles.weights not in longer.inputs:
             continue
+        copied = stores([longer.block.statements[i] for i in longer.first if i not in longer.kept])
+        if copied & {s.roles.x, s.roles.idx, s.roles.weights, s.roles.base}:
+            continue
         counts = tuple(n for n in s.roles.counts if n in longer.inputs)
         trial = Solved(longer, replace(s.roles, counts=counts), s.assignment, s.member)
         for some in (records[:1], records):  # most attempts fail at once
@@ -287,11 +288,12 @@ def _earliest(rig: Rig, record: Record, records: Sequence[Record], s: Solved, tr
 
 
 def _dtypes(
-    source: Source, entry: nn.Module, path: str, found: Sequence[Family], parts: Mapping[int, Solved],
+    source: Source, entry: nn.Module, path: str, found: Sequence[Family], parts: Mapping[int, tuple[Solved, bool]],
     modes: Mapping[bool, bool], shape: tuple[int, ...],
 ) -> Loop | tuple[int, str]:  # fmt: skip
     """The rule for the dtype of the result, which dtypes were tested, and whether autocast was."""
-    order = [parts[i] for i in sorted(parts)]
+    order = [parts[i][0] for i in sorted(parts)]
+    without = [parts[i][1] for i in sorted(parts)]
     tested: list[torch.dtype] = []
     autocast = True
     seen: dict[int, list[tuple[torch.dtype, ...]]] = {i: [] for i in range(len(order))}
@@ -321,7 +323,7 @@ def _dtypes(
                 result = solved.part.result(record)
                 flat[number] = result.shape != values[solved.roles.x].shape
                 forms[number] = _form(values, solved)
-                written[number] = solved.roles.base == solved.roles.out
+                written[number] = writes_into_base(rig, solved, record)
         if good:
             tested.append(dtype)
         if good and dtype == torch.float32:
@@ -342,9 +344,7 @@ def _dtypes(
             return 5, "the dtype of its result follows neither the tokens nor the weights."
         r = solved.roles
         calls.append(
-            Call(
-                forms[number], r.on_input, rule, flat[number], all(modes.values()), r.base is not None, written[number]
-            )
+            Call(forms[number], r.on_input, rule, flat[number], without[number], r.base is not None, written[number])
         )
     if not tested:
         return 5, reason

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ascend_deep.loop_regions import CLOSE, Draw, Solved, close, draw, reference, run
 from ascend_deep.loop_runs import Record, Rig, quiet
 
-__all__ = ["Gradients", "dtype_of_result", "prove", "under_autocast"]
+__all__ = ["Gradients", "dtype_of_result", "prove", "under_autocast", "writes_into_base"]
 
 _MOST_ELEMENTS = 30_000_000  # of parameters whose gradients are compared
 _LOW = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5, torch.float64: CLOSE}
@@ -40,7 +40,7 @@ def prove(rig: Rig, s: Solved, records: Sequence[Record], training: bool) -> Gra
             values = s.part.values(record)
             if values is None or not all(n in values for n in (s.roles.x, s.roles.idx)):
                 return f"its experts are computed elsewhere for some numbers of tokens, in {mode}."
-            wrong = _counts(s, values, experts)
+            wrong = _counts(s, values, experts) or _aliased(s, record)
             if wrong is not None:
                 return wrong
             for seed, ids in ((31, "distinct"), (32, "distinct"), (33, "one")):
@@ -67,6 +67,29 @@ def _counts(s: Solved, values: Mapping[str, Any], experts: int) -> str | None:
         if not torch.equal(values[name].long(), torch.bincount(ids.flatten(), minlength=experts)):
             return f"{name!r} is not always the number of choices of each expert."
     return None
+
+
+def _aliased(s: Solved, record: Record) -> str | None:
+    """The result is added in place to something that shares its memory with another value of the loop."""
+    if s.roles.base is None:
+        return None
+    marks = [s.part.block.marks[s.part.start], *(s.part.block.marks[i + 1] for i in s.part.kept)]
+    places = {n: record.storages[m, n] for m in marks for n in s.part.inputs if (m, n) in record.storages}
+    base = places.get(s.roles.base)
+    same = [n for n, place in places.items() if place == base and n != s.roles.base]
+    return f"the loop adds to {s.roles.base!r}, which shares its memory with {same[0]!r}." if same else None
+
+
+def writes_into_base(rig: Rig, s: Solved, record: Record) -> bool:
+    """Whether the part writes into the value that it adds to."""
+    values = s.part.values(record)
+    if s.roles.base is None or values is None:
+        return False
+    d = draw(values, s.part, s.roles, s.assignment.experts, s.assignment.offset, 39)
+    before = d.values[s.roles.base].clone()
+    with torch.no_grad():
+        run(rig, s.part, d.values)
+    return not torch.equal(before, d.values[s.roles.base])
 
 
 def _forward(rig: Rig, s: Solved, d: Draw, mode: str) -> str | None:

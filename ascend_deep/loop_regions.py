@@ -7,6 +7,7 @@ contain every statement that reads an expert, and after which one tensor is all 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,8 @@ class Roles:
 class Part:
     """Statements ``start`` to ``end`` of a block, without those that are ``kept``, as a function; see ``Source.part``.
 
-    Statements are kept that compute something else in between (shared experts); they move in front.
+    Statements are kept that compute something else in between (shared experts). ``first`` are these and others that
+    compute something which is read later too; they run before the replacement.
     """
 
     block: Block
@@ -64,6 +66,7 @@ class Part:
     out: str
     run: Callable[..., Any]
     kept: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
 
     def values(self, record: Record) -> dict[str, Any] | None:
         """What the part starts with in a run; ``None`` if the run did not come here."""
@@ -144,14 +147,57 @@ def part(rig: Rig, record: Record, block: Block, start: int, end: int, keep: tup
         ):
             return None
     given = {n for i in kept for n in stores([block.statements[i]])}
-    live = sorted(n for n in stores(statements) if read_later(n, [*block.statements[end:], *block.after]))
-    if len(live) != 1 or not isinstance(after.get(live[0]), Tensor) or not after[live[0]].is_floating_point():
+    later = [*block.statements[end:], *block.after]
+    live = {n for n in stores(statements) if read_later(n, later)}
+    copied: tuple[int, ...] = ()
+    if not live or len(live) > 1:
+        live |= _written(statements, before, after, later)
+    if len(live) > 1:
+        copied, live = _copied(block, start, end, kept, live, after)
+    if len(live) != 1:
+        return None
+    out = live.pop()
+    if not isinstance(after.get(out), Tensor) or not after[out].is_floating_point():
         return None
     wrong = forbidden(statements)
     if wrong is not None:
         return f"the code around its experts {wrong}, which the op would not do."
-    inputs = tuple(sorted(loads(statements) & (before.keys() | given)))
-    return Part(block, start, end, inputs, live[0], rig.source.part(statements, inputs, live[0]), kept)
+    inputs = tuple(sorted(loads([*statements, ast.Name(out, ast.Load())]) & (before.keys() | given)))
+    first = tuple(sorted((*kept, *copied)))
+    return Part(block, start, end, inputs, out, rig.source.part(statements, inputs, out), kept, first)
+
+
+def _written(statements: list[Any], before: Mapping[str, Any], after: Mapping[str, Any], later: list[Any]) -> set[str]:
+    """Tensors that the statements were given and wrote into, and that are read later."""
+    return {
+        n
+        for n in loads(statements) - stores(statements)
+        if isinstance(before.get(n), Tensor) and after.get(n) is not before[n] and read_later(n, later)
+    }
+
+
+def _copied(
+    block: Block, start: int, end: int, kept: tuple[int, ...], live: set[str], after: Mapping[str, Any]
+) -> tuple[tuple[int, ...], set[str]]:
+    """Statements that also compute something that is read later, a mask of the choices say: they stay as well.
+
+    Returns:
+        Their numbers, and the names that remain to be computed by the part.
+    """
+    copied: list[int] = []
+    others: list[Any] = []
+    names: set[str] = set()
+    for index in range(start, end):
+        statement = block.statements[index]
+        if index in kept:
+            continue
+        own = stores([statement])
+        if own & live and not loads([statement]) & stores(others) and not own & stores(others):
+            copied.append(index)
+            names |= own
+        else:
+            others.append(statement)
+    return tuple(copied), live - (names - stores(others))
 
 
 # -- which values -----------------------------------------------------------------------------------------------------
@@ -163,7 +209,9 @@ def roles(
     Args:
         dtype: of the parameters and so of the tokens.
     """
-    tensors = {n: values[n] for n in found.inputs if isinstance(values.get(n), Tensor) and values[n].dim() > 0}
+    copied = [found.block.statements[i] for i in found.first if i not in found.kept]
+    names = [n for n in found.inputs if n not in stores(copied)]  # these have another value where the op is called
+    tensors = {n: values[n] for n in names if isinstance(values.get(n), Tensor) and values[n].dim() > 0}
     for x, tokens in tensors.items():
         if tokens.dtype != dtype or tokens.shape[-1] != hidden or tokens.dim() < 2:
             continue

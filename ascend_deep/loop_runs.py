@@ -49,12 +49,14 @@ class Record:
         values: local variables at each mark, tensors cloned.
         touched: for each mark, patterns of the families that the statement after it reads.
         others: marks of statements that read parameters or buffers that are no expert's.
+        storages: for marks and names of tensors, where their data are.
         chosen: for marks and names, how ``topk`` or a sort chose a tensor of ids.
     """
 
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
     touched: dict[int, set[str]] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)
+    storages: dict[tuple[int, str], int] = field(default_factory=dict)
     chosen: dict[tuple[int, str], Chosen] = field(default_factory=dict)
 
     def reads(self, block: Block, index: int, blocks: Sequence[Block]) -> set[str]:
@@ -121,6 +123,8 @@ class Rig:
                 with ids.paused(), torch._C.DisableTorchFunction():
                     record.values[number] = {n: keep(v) for n, v in names.items() if not n.startswith("__ascend_deep")}
                     for name, value in names.items():
+                        if isinstance(value, Tensor) and value.layout == torch.strided:
+                            record.storages[number, name] = value.untyped_storage().data_ptr()
                         if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
                             how = ids.find(value)
                             if how is not None:

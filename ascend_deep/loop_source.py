@@ -91,7 +91,7 @@ class Source:
     def replaced(self, parts: Sequence[tuple[Block, int, int, tuple[int, ...], ast.stmt]]) -> Callable[..., Any]:
         """The function with parts (block, start, end, kept, statement) replaced by one statement, decorated as before.
 
-        Statements of a part that are kept come first.
+        Statements of a part that are kept come first, in their order.
         """
         tree = copy.deepcopy(self.tree)
         twins = _blocks(tree)
@@ -120,8 +120,8 @@ class Source:
             returns=None,
         )
         for node in (make, tree):
-            if hasattr(node, "type_params") or "type_params" in node._fields:
-                node.type_params = []
+            if "type_params" in node._fields:  # from Python 3.12 on
+                node.type_params = []  # type: ignore[attr-defined]
         module = ast.fix_missing_locations(ast.Module([make], type_ignores=[]))
         code = compile(
             module, self.function.__code__.co_filename, "exec", flags=_future(self.function), dont_inherit=True
@@ -155,7 +155,7 @@ def read(kind: type) -> Source | str:
     unknown = [d for d in decorators if d not in _WITHOUT_GRADIENT]
     if unknown:
         return f"its forward is decorated with @{unknown[0]}, which a rewritten forward might not honour."
-    if not decorators and hasattr(kind.forward, "__wrapped__"):
+    if not decorators and hasattr(getattr(kind, "forward", None), "__wrapped__"):
         return "its forward is wrapped by another function, which a rewritten forward might not honour."
     names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
@@ -271,7 +271,7 @@ def _as_written(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
     found: list[ast.stmt] = []
     for _, run in itertools.groupby(statements, lambda s: id(getattr(s, "written", (s,))[0])):
         group = list(run)
-        written, size = getattr(group[0], "written", (None, -1))
+        written, size = getattr(group[0], "written", (group[0], -1))
         found += [written] if len(group) == size else group
     return found
 

@@ -339,7 +339,7 @@ def _stacked(stack: Stack) -> Tensor:
 
 # -- compiled graphs look too -----------------------------------------------------------------------------------------
 _LIVE: weakref.WeakValueDictionary[Any, Experts] = weakref.WeakValueDictionary()
-_GUARD = torch.library.Library("ascend_deep", "FRAGMENT")
+_LIBRARY: list[torch.library.Library] = []
 
 
 def _loop_guard(idx: Tensor, stack: Tensor) -> Tensor:
@@ -358,6 +358,8 @@ def register_guard() -> None:
     """Define ``ascend_deep::loop_guard``; once per process."""
     if hasattr(torch.ops.ascend_deep, "loop_guard"):
         return
-    _GUARD.define("loop_guard(Tensor idx, Tensor stack) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _GUARD.impl("loop_guard", _loop_guard, "CompositeExplicitAutograd")
-    torch.library.register_fake("ascend_deep::loop_guard", lambda idx, stack: torch.empty_like(idx), lib=_GUARD)
+    library = torch.library.Library("ascend_deep", "FRAGMENT")
+    _LIBRARY.append(library)
+    library.define("loop_guard(Tensor idx, Tensor stack) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("loop_guard", _loop_guard, "CompositeExplicitAutograd")
+    torch.library.register_fake("ascend_deep::loop_guard", lambda idx, stack: torch.empty_like(idx), lib=library)
