@@ -24,7 +24,9 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "share_expert_dim"), 48),
     **dict.fromkeys(("num_routed_experts",), 8),
     **dict.fromkeys(("num_expert_group", "num_expert_groups"), 2),
-    **dict.fromkeys(("indexer_n_heads", "n_heads"), 4),
+    "n_heads": 4,
+    # With few heads the scores of an indexer are zero for many keys, and which of these topk takes is left open.
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 16),
     **dict.fromkeys(("indexer_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(
         ("routed_scaling_factor", "router_scaling_factor", "route_scale", "moe_router_scaling_factor"), 2.5

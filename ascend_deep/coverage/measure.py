@@ -105,9 +105,11 @@ class FamilyBench:
             if cell.shapes == "dynamic":
                 error = max(error, difference("other"))
         breaks = [first_sentence(reason) for reason, _ in _dynamo_compat.breaks_since(mark)]
-        # Pieces between graph breaks are compiled once and run for several layers: count what runs.
-        ops = _ran(lambda: model(**self._inputs("static")), cell.phase) if breaks else report.counts()
-        return _judge(cell, self._moe_layers(), ops, report, breaks, left, *error)
+        layers = self._moe_layers()
+        # Dynamo compiles the code of equal blocks once, and pieces between graph breaks too: count what runs.
+        shared = bool(breaks) or (layers > 1 and not self.whole)
+        ops = _ran(lambda: model(**self._inputs("static")), cell.phase) if shared else report.counts()
+        return _judge(cell, layers, ops, report, breaks, left, *error)
 
 
 def _ran(call: Callable[[], Any], phase: str) -> dict[str, int]:
@@ -169,7 +171,7 @@ def compare(found: Sequence[tuple[str, Tensor]], wanted: Sequence[tuple[str, Ten
         if got.shape != want.shape or not bool(got.isfinite().all()) or not bool(want.isfinite().all()):
             return float("inf"), name
         tolerance = OUTPUT_TOLERANCE if name == "output" else GRADIENT_TOLERANCE
-        scale = max(float(want.abs().max()), floor, 1e-12) if want.numel() else 1.0
+        scale = max(float(want.abs().max()), 0.0 if name == "output" else floor, 1e-12) if want.numel() else 1.0
         error = float((got.float() - want.float()).abs().max()) / scale / tolerance if want.numel() else 0.0
         if error > worst:
             worst, where = error, name

@@ -120,8 +120,9 @@ every cell is compared with eager: the output, and in training the gradient of e
 
 Four signs stand for inference static, inference dynamic, training static, training dynamic; one sign for all four.
 *Prepared* is the Python loop over experts after `ascend_deep.prepare(model)`. Families whose experts have only their
-own code have one implementation, shown under *grouped_mm*. Static cells have two layers, dynamic ones one, and they are
-called with two sizes. Numbers in the last column lead to the reasons below the table.
+own code have one implementation, shown under *grouped_mm*. Compiled are the MoE blocks of a model, in place, and the
+rest of it runs eagerly; `ascend-deep coverage --whole` compiles whole models. Dynamic cells are called with two sizes.
+*Layers* are MoE layers. Numbers in the last column lead to the reasons below the table.
 """
 
 
