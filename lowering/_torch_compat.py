@@ -10,6 +10,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import detect_fake_mode
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -25,6 +26,7 @@ __all__ = [
     "RestartAnalysis",
     "aot_export_module",
     "aot_module_simplified",
+    "backward_at_once",
     "cache_dir",
     "compile_fx",
     "fake_mode_of",
@@ -37,6 +39,12 @@ __all__ = [
 ]
 
 TORCH: tuple[int, int] = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])  # type: ignore[assignment]
+
+
+def backward_at_once() -> Any:
+    """Within this context AOT Autograd compiles the backward with the forward, and not when it first runs."""
+    name = "force_non_lazy_backward_lowering"
+    return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
 def fake_mode_of(inputs: Sequence[Any]) -> FakeTensorMode:

@@ -69,7 +69,7 @@ def convert(gm: fx.GraphModule, example_inputs: Sequence[Any], family: str, stub
         return lambda *_: (_ for _ in ()).throw(RuntimeError("an emitted graph is not run."))
 
     before = stubs.counts() if stubs is not None else None
-    with offline(family):
+    with offline(family), _torch_compat.backward_at_once():
         _torch_compat.aot_module_simplified(
             gm,
             list(example_inputs),

@@ -8,6 +8,7 @@ the numbers are ours. Nothing of it says that a call works on Ascend hardware.
 from __future__ import annotations
 
 import tempfile
+import zlib
 from pathlib import Path
 
 from ascend_deep.lowering.torchair_offline import import_torch_npu
@@ -18,7 +19,7 @@ __all__ = ["start", "stubs_folder"]
 
 def stubs_folder() -> Path:
     """One folder per user and checkout; the stand-ins in it are made again for another wheel."""
-    here = abs(hash(str(Path(__file__).resolve())))
+    here = zlib.crc32(str(Path(__file__).resolve()).encode())
     return Path(tempfile.gettempdir()) / f"ascend_deep_stubs_{here:x}"
 
 

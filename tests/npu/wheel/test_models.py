@@ -204,3 +204,30 @@ def test_the_emit_option_writes_files_and_the_model_still_runs(tmp_path: Any) ->
     assert "Edge check: every input is an output" in listing and "MoeGatingTopK(" in listing
     assert (tmp_path / "compile_0" / "graph_0.mmd").read_text().splitlines()[1] == "flowchart TD"
     assert lowering.stubs_folder().name == "ascend_deep_cann"
+
+
+def test_training_lowers_forward_and_backward() -> None:
+    from ascend_deep import ops
+
+    idx = torch.randint(0, 4, (9, 2))
+
+    def step(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ops.moe_experts(x, idx, weights, w13, None, w2).square().sum()
+
+    shapes = ((9, 32), (4, 32, 32), (4, 32, 16), (9, 2))
+    inputs = [torch.randn(s).mul_(0.3).requires_grad_() for s in shapes]
+    graphs: list[Emitted] = []
+
+    def backend(gm: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+        with soc.planned("910_93"):
+            graphs.extend(torchair_emit.convert(gm, given, "910_93", stubs_folder()))
+        return gm.forward
+
+    torch.compile(step, backend=backend, fullgraph=True)(*inputs)
+    assert len(graphs) == 2 and [g.problems for g in graphs] == [(), ()]
+    forward, backward = (torchair_graph.counts(g.nodes) for g in graphs)
+    assert forward["GroupedMatmul"] == 2 and forward["SwiGlu"] == 1
+    # Hidden activation again, its gradient, two gradients of weights, the gradient of the rows.
+    assert backward["GroupedMatmul"] == 5 and backward["SwiGluGrad"] == 1
+    kinds = [dict(n.attributes)["group_type"] for n in graphs[1].nodes if n.type == "GroupedMatmul"]
+    assert sorted(kinds) == ["0", "0", "0", "2", "2"]

@@ -111,9 +111,8 @@ def test_routing_with_bias_and_groups(family: str, scoring: str, renorm: str) ->
 @pytest.mark.parametrize("select", ["logits", "scores"])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_routing_in_graphs_without_a_vendor_op(scoring: str, select: str, fill: str) -> None:
-    """Choices that the vendor's op does not make are written out; a bias so low that a masked zero can win."""
+    """Choices that the vendor's op does not make are written out; the bias is so low that a masked zero can win."""
     logits, bias = torch.randn(29, 24) * 2, torch.randn(24) - 1.5
-    logits[3, :5] = torch.nan if scoring == "sigmoid" else logits[3, :5]
     attributes = {
         **{"topk": 5, "scoring": scoring, "select": select, "renorm": "sum", "eps": 1e-3, "scale": 2.5},
         **{"n_group": 4, "topk_group": 2, "group_score": "top2", "group_fill": fill},
@@ -123,8 +122,37 @@ def test_routing_in_graphs_without_a_vendor_op(scoring: str, select: str, fill: 
         assert target is not None
         result = _run("moe_route", (logits, bias), attributes, target)
     assert not isinstance(result, str), result
-    _same("moe_route", result[0], ops.reference("moe_route")(logits, bias, **attributes), torch.float32)
-    assert ("npu_moe_gating_top_k" in result[1]) == (select == "scores" and fill == "neg_inf")
+    vendor = select == "scores" and fill == "neg_inf"
+    assert ("npu_moe_gating_top_k" in result[1]) == vendor
+    (weights, ids), (_, want) = result[0], ops.reference("moe_route")(logits, bias, **attributes)
+    # Masked experts tie at zero, and topk chooses among ties as it likes: the scores of the choice have to be the same.
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    choice = (logits if select == "logits" else scores) + bias
+    kept = torch.zeros(29, 4).scatter(1, choice.view(29, 4, 6).topk(2).values.sum(-1).topk(2).indices, 1.0)
+    mask = kept.repeat_interleave(6, 1) > 0
+    choice = torch.where(mask, choice, 0.0 if fill == "zero" else -torch.inf)
+    torch.testing.assert_close(choice.gather(1, ids), choice.gather(1, want))
+    if fill == "zero":
+        assert not mask.gather(1, ids).all()
+    chosen = (logits if select == "logits" else scores).gather(1, ids)
+    if select == "logits":
+        chosen = chosen.softmax(-1) if scoring == "softmax" else chosen.sigmoid()
+    torch.testing.assert_close(weights, 2.5 * chosen / (chosen.sum(-1, keepdim=True) + 1e-3))
+
+
+def test_a_nan_is_chosen_last_where_the_choice_is_written_out() -> None:
+    logits = torch.randn(5, 8)
+    logits[2, :3] = torch.nan
+    attributes = {
+        **{"topk": 5, "scoring": "sigmoid", "select": "logits", "renorm": "none", "eps": 0.0, "scale": 0.7},
+        **{"n_group": 1, "topk_group": 1, "group_score": "max", "group_fill": "neg_inf"},
+    }
+    with soc.planned("910_93"), soc.in_graph():
+        target = soc.current()
+        assert target is not None
+        result = _run("moe_route", (logits, None), attributes, target)
+    assert not isinstance(result, str), result
+    _same("moe_route", result[0], ops.reference("moe_route")(logits, None, **attributes), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["910b", "950pr"])
