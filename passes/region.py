@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ascend_deep.passes._types import Refusal
+from ascend_deep.passes.grad_modes import modes_conflict
 from ascend_deep.passes.graph_view import GraphView, clean_module_path, op_name
 from ascend_deep.passes.program import Program, reads_shape_only, small_constant
 from ascend_deep.passes.purity import is_pure
@@ -94,7 +95,7 @@ def slice_region(
     """Everything between ``inputs`` and ``outputs``, or why that is not a region.
 
     Refused are: a tensor from elsewhere that is not one of the inputs, an op that is not known to be pure, and
-    nodes in different grad-mode or autocast segments.
+    nodes under different grad modes or autocast, where that matters.
     """
     stop = set(inputs.values())
     inside: set[fx.Node] = set()
@@ -118,8 +119,7 @@ def slice_region(
         inside.add(node)
         if not reads_shape_only(node):
             pending.extend(a for a in node.all_input_nodes if a not in stop)
-    modes = {view.modes[n] for n in inside if n.op == "call_function"}
-    if len(modes) > 1:
+    if modes_conflict(view, inside, outputs):
         return Refusal("the block spans a change of grad mode or autocast.", outputs[0])
     nodes = tuple(sorted(inside, key=view.order.__getitem__))
     return Region(recogniser, view, dict(inputs), tuple(outputs), nodes, dict(hints or {}))

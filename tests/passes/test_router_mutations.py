@@ -19,7 +19,8 @@ from torch import fx
 from ascend_deep.passes import rewrite
 from ascend_deep.passes.capture import capture
 from ascend_deep.passes.graph_view import op_name
-from tests.passes.router_spellings import BY_NAME, E, Gate, H, by_id, recognise, tokens
+from tests.passes.router_spellings import BY_NAME, E, H
+from tests.passes.router_tools import Gate, by_id, recognise, tokens
 
 aten = torch.ops.aten
 BASES = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.router_spellings import SIZE, E, G, Gate, K, compiled, tokens
+from tests.passes.router_spellings import SIZE, E, G, K
+from tests.passes.router_tools import Gate, compiled, tokens
 
 BF16 = torch.bfloat16
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.passes.router_spellings import ALL, BY_NAME, PARTIAL, Gate, Spelling, by_id, compiled, tokens
+from tests.passes.router_spellings import ALL, BY_NAME, PARTIAL, Spelling
+from tests.passes.router_tools import Gate, by_id, compiled, tokens
 
 CASES = [
     pytest.param(s, dtype, dynamic, grad, id=f"{s.name}-{str(dtype)[6:]}-{'dynamic' if dynamic else 'static'}-{mode}")

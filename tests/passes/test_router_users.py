@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.router_spellings import BY_NAME, E, Gate, K, by_id, compiled, tokens
+from tests.passes.router_spellings import BY_NAME, E, K
+from tests.passes.router_tools import Gate, by_id, compiled, tokens
 
 
 def gated(f, bias=False, count=7):
