@@ -62,10 +62,11 @@ def _bound(bound: Tensor | None, default: int, queries: int, keys: int, device: 
 def _weights(row: Indexer, weights: Tensor, q_sf: Tensor | None, scale: float) -> Tensor:
     """Head weights [S, H] in the library's dtype, times the scale and, where q has one, its per-vector scale."""
     folded = weights[0]
-    if scale != 1.0 or (q_sf is not None and not row.mx_scales):
+    if q_sf is not None and not row.mx_scales:
+        # 0 + scale * weights * q_sf in one launch.
+        folded = torch.addcmul(_filled("scale", 1, 0, weights.device), folded, q_sf[0, :, :, 0], value=scale)
+    elif scale != 1.0:
         folded = folded.float() * scale
-        if q_sf is not None and not row.mx_scales:
-            folded = folded * q_sf[0, :, :, 0]
     return folded.to(row.weights).contiguous()
 
 
@@ -83,6 +84,7 @@ def raw_logits(
     scale: float,
     columns: int,
     clean: bool = False,
+    ranges: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The library's result [S, T], or compressed [S, columns] if ``columns`` is not 0; row pitch as it comes.
 
@@ -90,12 +92,12 @@ def raw_logits(
         library: the ``deep_gemm`` module.
         row: the platform.
         others: as for ``mqa_logits`` with B = 1.
+        ranges: ``ks`` and ``ke`` as the library wants them, if the caller has made them.
         clean: let the library write -inf outside the ranges of a dense result (``row.clean``).
     """
     queries, heads, device = q.shape[1], q.shape[2], q.device
     keys = kv.shape[1]
-    start = _bound(ks, 0, queries, keys, device)
-    end = _bound(ke, keys, queries, keys, device)
+    start, end = ranges or (_bound(ks, 0, queries, keys, device), _bound(ke, keys, queries, keys, device))
     w = _weights(row, weights, q_sf, scale)
     q_data, kv_data = q[0].contiguous(), kv[0].contiguous()
     function = getattr(library, row.function)
@@ -143,7 +145,8 @@ def logits(
 ) -> Tensor:
     """The op ``mqa_logits`` for B = 1: contiguous [1, S, T or max_seqlen_k]."""
     keys = kv.shape[1]
-    call = functools.partial(raw_logits, library, row, q, q_sf, kv, kv_sf, weights, ks, ke, scale=scale)
+    ranges = (_bound(ks, 0, q.shape[1], keys, q.device), _bound(ke, keys, q.shape[1], keys, q.device))
+    call = functools.partial(raw_logits, library, row, q, q_sf, kv, kv_sf, weights, ks, ke, scale=scale, ranges=ranges)
     bounded = ks is not None or ke is not None
     unit = row.row_bytes // row.logits.itemsize
     if max_seqlen_k or ks is None:
@@ -151,21 +154,18 @@ def logits(
         columns = max_seqlen_k or (keys if row.compressed_only or keys % unit == 0 else 0)
         out = call(columns=columns).contiguous()
         if clean and (max_seqlen_k or bounded):
-            start = _bound(ks, 0, q.shape[1], keys, q.device)
-            _clean_behind(out, (_bound(ke, keys, q.shape[1], keys, q.device) - start).clamp(min=0))
+            _clean_behind(out, ranges[1] if ks is None else (ranges[1] - ranges[0]).clamp(min=0))
     elif row.compressed_only:
-        out = _spread(call(columns=keys), ks, ke, keys)
+        out = _spread(call(columns=keys), *ranges)
     else:
         out = call(columns=0, clean=clean).contiguous()
     return out.unsqueeze(0).to(out_dtype or torch.float32)
 
 
-def _spread(compressed: Tensor, ks: Tensor, ke: Tensor | None, keys: int) -> Tensor:
-    """Dense [S, T] with -inf outside the ranges from compressed [S, T] (column c is key ks + c)."""
-    rows = compressed.shape[0]
-    start = _bound(ks, 0, rows, keys, compressed.device).unsqueeze(1)
-    end = _bound(ke, keys, rows, keys, compressed.device).unsqueeze(1)
-    at = torch.arange(keys, device=compressed.device)
+def _spread(compressed: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Dense [S, T] with -inf outside the ranges [S] from compressed [S, T] (column c is key start + c)."""
+    start, end = start.unsqueeze(1), end.unsqueeze(1)
+    at = torch.arange(compressed.shape[1], device=compressed.device)
     dense = compressed.gather(1, (at - start).clamp(min=0))
     return dense.masked_fill((at < start) | (at >= end), -torch.inf)
 

@@ -1,8 +1,9 @@
 """The ``deep_gemm`` providers of CUDA and Ascend.
 
 The library computes with fp8 (or, on SM100 and Ascend, fp4) operands only. Quantising bf16 keys changes scores, so this
-provider never does it: it takes calls whose operands are quantised already. It differs from the op in one point that no
-shape shows: the library's ReLU turns NaN into 0.
+provider never does it: it takes calls whose operands are quantised already (``passes/fp8.py`` does that where the user
+allows it). It differs from the op in one point that no shape shows: the library's ReLU turns NaN into 0. The scales of
+keys, and on SM90 those of queries, are applied behind the ReLU, which is why the op takes no negative ones.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ def _unavailable() -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=64)
+def _platform_of(kind: str, index: int | None) -> Indexer | None:
+    return platform(kind, torch.cuda.get_device_capability(index) if kind == "cuda" else None)
+
+
 def _platform(q: Tensor) -> Indexer | None:
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-    return platform(q.device.type, capability)
+    return _platform_of(q.device.type, q.device.index)
 
 
 def limits_of(

@@ -88,7 +88,36 @@ def no_weights(q, k, w, m):
     return choose(products(q, k).relu().sum(2), m)
 
 
+def clamped_products(q, k, w, m):
+    """A limit far outside what random products reach."""
+    return choose((products(q, k).relu().clamp(max=1e4) * w.float()[..., None]).sum(2), m)
+
+
+def clamped_scores(q, k, w, m):
+    return choose(matmul_sum(q, k, w).clamp(-5e4, 5e4), m)
+
+
+def hard_limit(q, k, w, m):
+    return choose((F.hardtanh(products(q, k), 0.0, 6e4) * w.float()[..., None]).sum(2), m)
+
+
+def later_keys_count_less(q, k, w, m):
+    """A factor that depends on where a key is."""
+    s = products(q, k).relu() * torch.linspace(1.0, 0.5, k.shape[1])
+    return choose((s * w.float()[..., None]).sum(2), m)
+
+
+def best_of_blocks(q, k, w, m):
+    """MiniMax-M3: every head ranks blocks of keys by their best product, without a ReLU."""
+    blocks = products(q, k).masked_fill(~m.unsqueeze(2), -INF)[..., :12].unflatten(-1, (4, 3)).amax(-1)
+    return blocks.topk(2)[1]
+
+
 CASES = [
+    (clamped_products, "clamp|another function"),
+    (clamped_scores, "a clamp at -50000"),
+    (hard_limit, "no weights|hardtanh|another function|no ReLU"),
+    (later_keys_count_less, "more than one tensor|sizes of q|another function|do not belong"),
     (no_relu, "no ReLU"),
     (relu_after_the_sum, "follows the sum over the heads"),
     (mask_before_relu, "before the ReLU"),
@@ -154,6 +183,13 @@ def test_keys_that_differ_by_head() -> None:
     run, backend = compiled(f)
     assert torch.equal(run(*tensors), f(*tensors))
     assert backend.found == [] and "do not belong to one indexer" in backend.reasons[0]
+
+
+def test_blocks_of_keys_are_no_indexer() -> None:
+    run, backend = compiled(best_of_blocks)
+    tensors = operands(2, 7, 13)
+    assert torch.equal(run(*tensors), best_of_blocks(*tensors))
+    assert backend.found == []
 
 
 def test_relu_mlp_is_no_indexer() -> None:
