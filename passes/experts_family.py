@@ -86,10 +86,19 @@ def family_result(
     return (y if arrange is None else arrange(y)).sum(-2)
 
 
-def takes_outside_ids(region: Region) -> bool:
-    """True if the region compares or clamps integers, its ids: it expects ids of other ranks."""
+def takes_outside_ids(region: Region, shape: Shape) -> bool:
+    """True if the region compares or clamps integers, its ids, and runs with ids of other ranks."""
     routed = region.hints.get("kind") in ("grouped", "batched")
-    return routed and any(op_name(n) in _COMPARISONS and _reads_integers(n) for n in region.nodes)
+    if not routed or not any(op_name(n) in _COMPARISONS and _reads_integers(n) for n in region.nodes):
+        return False
+    for dims in experts_plan.plans(region, shape, 1):
+        try:
+            Case(region, shape, dims, 99, 1.0, "outside")
+        except IndexError:  # there is no row for such an id: the model never has one
+            return False
+        except Exception:
+            return True
+    return True
 
 
 def _reads_integers(node: fx.Node) -> bool:
@@ -129,7 +138,7 @@ def _cases(region: Region, shape: Shape) -> list[Case] | str:
     """Runs at every magnitude, or the error of the last plan that was tried."""
     error = "no mapping to small sizes keeps equal sizes equal."
     ids = ["distinct", "repeated", "distinct"] if _may_repeat(region) else ["distinct"]
-    ids += ["outside"] if takes_outside_ids(region) else []
+    ids += ["outside"] if takes_outside_ids(region, shape) else []
     gains = scales(region.constants())
     for dims in experts_plan.plans(region, shape, 3):
         try:
@@ -198,7 +207,7 @@ def probes(region: Region, solution: Solution) -> Sequence[Probe]:
         ("weights over five orders of magnitude", 4, -1, {"skew": True}),
         ("large activations", 5, 0, {"gain": 2.0 * (limit or 4.0)}),
     ]
-    if takes_outside_ids(region):
+    if takes_outside_ids(region, shape):
         cases.append(("ids of other ranks", 6, 0, {"ids": "outside"}))
     return [
         Probe(name, seed, some[plan], experts_plan.inputs(region, some[plan], seed, **options))  # type: ignore[arg-type]

@@ -146,6 +146,15 @@ SPELLINGS: dict[str, tuple[str, list[Callable[..., Any]], tuple[Any, ...]]] = {
         [lambda x: x.unsqueeze(1).expand(4, 3, 6), lambda x: x.view(4, 1, 6).expand(-1, 3, -1).expand(4, 3, 6)],
         (X,),
     ),
+    "expand twice": (
+        "Expand",
+        [
+            lambda x: x.view(4, 1, 1, 6).expand(4, 3, 1, 6).expand(4, 3, 5, 6),
+            lambda x: x[:, None, None].expand(-1, 3, 5, -1),
+        ],
+        (X,),
+    ),
+    "expand vanishes": ("placeholder", [lambda x: x.expand(4, 6), lambda x: x.expand(-1, -1).broadcast_to(4, 6)], (X,)),
     "repeat": (
         "Reshape",
         [lambda x: x.repeat(3, 1), lambda x: x.unsqueeze(0).expand(3, 4, 6).reshape(12, 6)],
