@@ -4,6 +4,8 @@
 #   make test     the test suite
 #   make test-npu the tests with the torch_npu wheel, in an environment of their own (.venv-npu); no NPU, no CANN
 #   make bench    the benchmark table
+#   make coverage the table of model families, docs/coverage.md; goes on where it was stopped
+#   make coverage-third  compare a third of the families with the stored table
 #   make lint     ruff          make types    mypy          make clean    remove everything that was made here
 #
 # TORCH_ARGS goes to the pip call that installs torch, e.g. to name an index of CPU-only builds.
@@ -26,7 +28,7 @@ SOURCES := $(wildcard setup.py pyproject.toml native/cpu/build.py native/cpu/*.c
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-npu bench lint types clean
+.PHONY: help install demo test test-npu bench coverage coverage-third lint types clean
 .DELETE_ON_ERROR:
 
 help:
@@ -82,6 +84,14 @@ bench: install
 	@$(SAY) "Running the benchmarks"
 	@$(PY) -m benchmarks $(ARGS)
 
+coverage: install
+	@$(SAY) "Compiling every model family that has experts, in $(WORKERS) processes"
+	@$(PY) -m ascend_deep coverage --jobs $(WORKERS) $(ARGS)
+
+coverage-third: install
+	@$(SAY) "Comparing a third of the model families with docs/coverage.json, in $(WORKERS) processes"
+	@$(PY) -m ascend_deep coverage --third --jobs $(WORKERS) --check docs/coverage.json $(ARGS)
+
 lint: $(VENV)/.packages
 	@$(SAY) "Checking style with ruff"
 	@$(PY) -m ruff check .
@@ -91,7 +101,7 @@ lint: $(VENV)/.packages
 types: $(VENV)/.packages
 	@$(SAY) "Checking types with mypy"
 	@rm -rf .mypy_src && mkdir -p .mypy_src/ascend_deep
-	@cd .mypy_src/ascend_deep && ln -s ../../ascend_deep/*.py . && ln -s ../../{passes,ops,native,lowering} .
+	@cd .mypy_src/ascend_deep && ln -s ../../ascend_deep/*.py . && ln -s ../../{passes,ops,native,lowering} ../../ascend_deep/coverage .
 	@cd .mypy_src && ln -s ../{examples,benchmarks,docs,setup.py} .
 	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --no-incremental ascend_deep setup.py $(CHECKED)
 

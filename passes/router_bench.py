@@ -18,9 +18,13 @@ from torch import Tensor
 from ascend_deep.passes.region import Dims, Region
 from ascend_deep.passes.router_family import Observation
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "TiedTokens"]
 
 _SMALL = 128  # a static token count up to this is run as it is
+
+
+class TiedTokens(Exception):
+    """The number of tokens is not free: another size of the block depends on it in a way that cannot be undone."""
 
 
 class Bench:
@@ -81,7 +85,7 @@ class Bench:
             return Dims(), tuple(int(s) for s in self.lead)
         dims = Dims.plan(pairs)
         if dims is None:
-            raise ValueError("the token count cannot be set freely")
+            raise TiedTokens
         return dims, wanted
 
     def _wanted(self, rows: int) -> tuple[int, ...]:

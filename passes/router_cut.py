@@ -385,7 +385,11 @@ def _order_conflict(view: GraphView, found: Selection, region: Region) -> Refusa
 def _say(view: GraphView, node: fx.Node) -> str:
     """``node`` in words that are the same for every layer of a model."""
     tensor = view.tensor(node)
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" if tensor is not None else "a number"
+    if tensor is None:
+        what = "a number"
+    else:  # numbers of tokens are left out: they differ between calls
+        width = f" [..., {tensor.shape[-1]}]" if tensor.dim() and isinstance(tensor.shape[-1], int) else ""
+        what = f"{str(tensor.dtype).removeprefix('torch.')}{width}"
     return f"the result of {op_name(node)}, {what}," if node.op == "call_function" else f"an input, {what},"
 
 

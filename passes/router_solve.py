@@ -23,7 +23,7 @@ from torch import Tensor
 from ascend_deep.passes._types import Refusal, Solution
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Region
-from ascend_deep.passes.router_bench import Bench
+from ascend_deep.passes.router_bench import Bench, TiedTokens
 from ascend_deep.passes.router_family import (
     CHOSEN,
     SCORINGS,
@@ -134,6 +134,12 @@ def solve(region: Region) -> Solution | Refusal:
         return Refusal("the router runs in float64; the op computes in float32.", region.outputs[0])
     try:
         evidence = observe_all(bench)
+    except TiedTokens:
+        return Refusal(
+            "the number of tokens cannot be chosen without changing another size of the block, so it cannot be run on "
+            "tokens of its own.",
+            region.outputs[0],
+        )
     except Exception as error:
         return Refusal(f"the block does not run on its own: {_first_line(error)}.", region.outputs[0])
     invalid = _invalid_ids(evidence, bench)

@@ -207,7 +207,7 @@ def _reason(op: str, report: Report, breaks: Sequence[str], left: Mapping[str, s
     said: list[str] = []
     if op == "moe_experts":
         said += [f"prepare left it: {reason}" for reason in dict.fromkeys(left.values())]
-    said += dict.fromkeys(m.reason for m in report.misses if m.recogniser in _RECOGNISERS[op])
+    said += dict.fromkeys(m.reason for m in report.misses if m.recogniser in (*_RECOGNISERS[op], "capture"))
     if not said and breaks:
         said.append(f"Dynamo ends the graph inside the block: {breaks[0]}")
     if not said:
