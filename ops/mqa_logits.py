@@ -222,10 +222,10 @@ def _autocast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype)
 
 REASON = "f32 products and sums over D and then H terms, in any order; relative to the largest score of the call"
 
-# A product of n = 32 terms and the running sum is aligned to its largest addend and cut off at 2^-13 of it, so each
-# addend loses less than that: D + D/32 of them lose up to (D + D/32) 2^-13 of the largest partial sum, 1.6e-2 for
-# D = 128, if all cuts go one way. In random products they do not: such sums, computed bit by bit, are off by 3e-4 of the
-# largest product of the call, and scores, which are sums of them, by less.
+# Products of 32 terms and the running sum are aligned to the largest addend and cut off at 2^-13 of it, so each addend
+# loses less than that: D + D/32 of them lose up to (D + D/32) 2^-13 of the largest partial sum, 1.6e-2 for D = 128, if
+# all cuts go one way. In random products they do not: such sums, computed bit by bit, are off by 3e-4 of the largest
+# product of the call, and scores, which are sums of them, by less.
 FP8_ON_CUDA = Tolerance(
     3e-3, 3e-3, "fp8 tensor cores of SM90 sum with 14 bits; ten times what random products lose, a fifth of the bound"
 )
