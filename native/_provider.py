@@ -39,6 +39,9 @@ class Provider:
         limits: op name to a function of the same arguments that returns ``None`` if the kernel takes them, else
             one sentence. Ops without an entry have no limits beyond those of the op itself. Limits read only
             shapes, dtypes, strides and scalars, never values, so they also work on fake tensors.
+        direct: op name to a function that returns the kernel as a torch op of its own, with the schema of the op, a
+            fake implementation, and checks that accept nothing the op refuses. Eager calls go to it first, and
+            compiled graphs contain it. Not asked before the provider has accepted a call.
         version: part of the cache key of compiled graphs.
     """
 
@@ -47,6 +50,7 @@ class Provider:
     unavailable: Callable[[], str | None]
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     limits: Mapping[str, Callable[..., str | None]] = field(default_factory=dict)
+    direct: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     version: str = "1"
 
     def refusal(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Refusal | None:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch._library.autograd import Info, make_autograd_impl
 
-__all__ = ["AUTOCAST_KEYS", "autocast_kernel", "autograd_kernel"]
+__all__ = ["AUTOCAST_KEYS", "autocast_kernel", "autograd_kernel", "goes_to_backend"]
 
 AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
 _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1)
 
 
-def _goes_to_backend(keyset: torch._C.DispatchKeySet) -> bool:
+def goes_to_backend(keyset: torch._C.DispatchKeySet) -> bool:
     """True if nothing stands between autograd and the backend: no mode, subclass, functionalisation or lazy bit."""
     below = (keyset & torch._C._after_autograd_keyset).remove(torch._C.DispatchKey.ADInplaceOrView)
     return below.highestPriorityTypeId() in _BACKENDS
@@ -43,7 +43,7 @@ def autograd_kernel(
                     return recording(keyset, *args, **kwargs)
         bits = keyset.raw_repr()
         if bits not in direct:
-            direct[bits] = _goes_to_backend(keyset)
+            direct[bits] = goes_to_backend(keyset)
         if not direct[bits]:
             return recording(keyset, *args, **kwargs)
         with torch._C._AutoDispatchBelowAutograd():

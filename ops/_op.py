@@ -32,8 +32,9 @@ import torch
 from ascend_deep.native import table
 from ascend_deep.native._provider import Choice
 from ascend_deep.ops._dispatch import AUTOCAST_KEYS, autocast_kernel, autograd_kernel
+from ascend_deep.ops._eager import nothing_between
 
-__all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "provider", "register", "strict"]
+__all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "call", "provider", "register", "strict"]
 
 NAMESPACE = "ascend_deep"
 
@@ -41,6 +42,8 @@ NAMESPACE = "ascend_deep"
 # a Library object removes its kernels, and defining an op twice is an error.
 _LIBRARY: torch.library.Library = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")
 _REGISTERED: dict[str, OpDef] = globals().get("_REGISTERED", {})
+# Ops that the last call found a kernel for that checks its arguments itself, and the table that named it.
+_SHORT: dict[str, tuple[object, Callable[..., Any]]] = globals().get("_SHORT", {})
 _STRICT: ContextVar[bool] = globals().get("_STRICT") or ContextVar("ascend_deep_strict", default=False)
 
 
@@ -128,6 +131,29 @@ def provider(name: str, device: str, args: tuple[Any, ...], kwargs: Mapping[str,
     return table.choose(name, device, args, kwargs)
 
 
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """``torch.ops.ascend_deep.<name>.default(*args, **kwargs)``, past the dispatcher where it has nothing to do.
+
+    After a first call the kernel is tried before everything else, see ``ops/_eager.py``.
+
+    Args:
+        args: the tensors of the op (``None`` for one that is absent), none of them in a list.
+        kwargs: all keyword-only arguments of the schema.
+    """
+    if not torch.compiler.is_compiling():
+        short = _SHORT.get(name)
+        if short is not None and short[0] is table.PRIORITY and nothing_between(args) and not _debugging():
+            try:
+                return short[1](*args, **kwargs)
+            except (RuntimeError, TypeError):
+                pass
+    return getattr(getattr(torch.ops, NAMESPACE), name).default(*args, **kwargs)
+
+
+def _debugging() -> bool:
+    return os.environ.get("ASCEND_DEEP_DEBUG") == "1"
+
+
 def _refuse_reference(name: str, device: str, choice: Choice) -> RuntimeError:
     why = "; ".join(str(refusal) for refusal in choice.refusals) or f"no provider is listed for device {device!r}."
     return RuntimeError(f"strict: no provider takes this call of {NAMESPACE}::{name} on {device}: {why}")
@@ -140,6 +166,7 @@ def register(op: OpDef) -> None:
     """
     known = op.name in _REGISTERED or hasattr(getattr(torch.ops, NAMESPACE), op.name)
     _REGISTERED[op.name] = op
+    _SHORT.pop(op.name, None)
     if known:
         return
     name = op.name
@@ -147,16 +174,18 @@ def register(op: OpDef) -> None:
     _LIBRARY.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
 
     # Both names are held by the closures that the dispatcher keeps for ever, and so is the library.
-    table_of_ops, library = _REGISTERED, _LIBRARY
+    table_of_ops, library, short = _REGISTERED, _LIBRARY, _SHORT
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         definition = table_of_ops[name]
         definition.check(*args, **kwargs)
-        if definition.debug is not None and os.environ.get("ASCEND_DEEP_DEBUG") == "1":
+        if definition.debug is not None and _debugging():
             definition.debug(*args, **kwargs)
         device = args[0].device.type
         choice = table.choose(name, device, args, kwargs)
         if choice.provider is not None:
+            if name in choice.provider.direct:
+                short[name] = (table.PRIORITY, choice.provider.direct[name]())
             return choice.provider.kernels[name](*args, **kwargs)
         if _STRICT.get():
             raise _refuse_reference(name, device, choice)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check
 from ascend_deep.ops._moe_experts_samples import samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops.activations import ACTIVATIONS, check_activation
 
 __all__ = ["MOE_EXPERTS", "WEIGHT_LAYOUTS", "active_experts", "check_experts", "moe_experts", "split_gate_up"]
@@ -77,7 +77,8 @@ def moe_experts(
     """
     if w2 is None:
         raise TypeError("moe_experts: w2 is missing; pass the weights of the second GEMM.")
-    return torch.ops.ascend_deep.moe_experts.default(
+    return call(
+        "moe_experts",
         x,
         idx,
         weights,

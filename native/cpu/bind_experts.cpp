@@ -175,6 +175,13 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
   a.act = activation(act, alpha, limit);
   a.gated = n13 != inter;
   a.interleaved = interleaved;
+  // The rest of what the op refuses: callers may come here first, see ops/_eager.py.
+  STD_TORCH_CHECK(a.gated || !(interleaved || a.act.act == kSwigluOai), "ascend_deep: interleaved halves and act ",
+                  "'swiglu_oai' need a gate and an up half, but w13 has as many rows as w2 has columns.");
+  for (const auto& b : {b13, b2}) {
+    STD_TORCH_CHECK(!b || b->scalar_type() == x_in.scalar_type(), "ascend_deep: a bias has dtype ",
+                    name_of(b ? b->scalar_type() : x_in.scalar_type()), ", x ", name_of(x_in.scalar_type()), ".");
+  }
   a.weight_on_input = weight_on_input;
   a.out_dtype = out_type == ScalarType::Float ? kF32 : kBF16;
 

@@ -20,6 +20,10 @@ int32_t choice(const std::string& value, const char* what, std::initializer_list
   STD_TORCH_CHECK(false, "ascend_deep: ", what, " is '", value, "', it has to be one of ", all, ".");
 }
 
+void check_floating(const Tensor& t, const char* what) {
+  if (t.scalar_type() != ScalarType::Double) dtype_of(t, what, true);
+}
+
 Tensor as_float(const Tensor& t) {
   const Tensor f = t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float);
   return torch::stable::contiguous(f);
@@ -36,7 +40,7 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& logits_in, const std::optiona
   a.tokens = logits.size(0);
   a.experts = logits.size(1);
   a.topk = topk;
-  STD_TORCH_CHECK(topk >= 0 && topk <= a.experts, "ascend_deep: topk is ", topk, ", logits has ", a.experts, " experts.");
+  STD_TORCH_CHECK(topk >= 1 && topk <= a.experts, "ascend_deep: topk is ", topk, ", logits has ", a.experts, " experts.");
   a.groups = n_group;
   a.topk_group = topk_group;
   STD_TORCH_CHECK(n_group >= 1 && (n_group == 1 || a.experts % n_group == 0), "ascend_deep: n_group is ", n_group,
@@ -53,6 +57,7 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& logits_in, const std::optiona
   std::optional<Tensor> bias_f;
   if (bias) {
     check_dim(*bias, "bias", 1);
+    check_floating(*bias, "bias");
     STD_TORCH_CHECK(bias->size(0) == a.experts, "ascend_deep: bias has ", bias->size(0), " elements, logits has ",
                     a.experts, " experts.");
     bias_f = as_float(*bias);
@@ -61,7 +66,7 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& logits_in, const std::optiona
   const int64_t shape[2] = {a.tokens, topk};
   Tensor weights = torch::stable::empty({shape, 2}, ScalarType::Float, std::nullopt, logits.device());
   Tensor ids = torch::stable::empty({shape, 2}, ScalarType::Long, std::nullopt, logits.device());
-  if (a.tokens == 0 || topk == 0) return {weights, ids};
+  if (a.tokens == 0) return {weights, ids};
   a.logits = logits.const_data_ptr();
   a.logits_stride = logits.stride(0);
   a.weights = static_cast<float*>(weights.mutable_data_ptr());
@@ -93,6 +98,9 @@ Tensor swiglu(const Tensor& h_in, const std::optional<Tensor>& row_weight, const
   std::optional<Tensor> weight_f;
   if (row_weight) {
     check_cpu(*row_weight, "row_weight");
+    STD_TORCH_CHECK(row_weight->scalar_type() == ScalarType::Float || row_weight->scalar_type() == h_in.scalar_type(),
+                    "ascend_deep: row_weight has dtype ", name_of(row_weight->scalar_type()),
+                    ", it has to be float32 or the dtype of h.");
     bool same = row_weight->dim() + 1 == h_in.dim();
     for (int64_t i = 0; same && i < row_weight->dim(); ++i) same = row_weight->size(i) == h_in.size(i);
     STD_TORCH_CHECK(same, "ascend_deep: row_weight has shape ", shape_of(*row_weight), ", h has ", shape_of(h_in),

@@ -48,6 +48,9 @@ Activation activation(const std::string& act, double alpha, std::optional<double
                 {"relu2", kRelu2}, {"sigmoid", kSigmoid}, {"swiglu_oai", kSwigluOai}, {"silu_clamp", kSiluClamp}};
   for (const auto& row : kTable) {
     if (act == row.name) {
+      STD_TORCH_CHECK(row.act == kSwigluOai || alpha == 1.0, "ascend_deep: act '", act, "' does not use alpha, which is ",
+                      alpha, ".");
+      STD_TORCH_CHECK(!limit || *limit > 0, "ascend_deep: limit is ", limit.value_or(0.0), ", it has to be positive.");
       return {row.act, static_cast<float>(alpha), static_cast<float>(limit.value_or(0.0)), limit.has_value()};
     }
   }

@@ -6,6 +6,7 @@ Limits are those of ``native/cpu/*.cpp``; a call outside them runs the op's refe
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def _unavailable() -> str | None:
         return f"the C++ kernels are not built; `{_BUILD}` builds them."
     try:
         torch.ops.load_library(str(_PATH))
+        for name, fake in _SAME.items():
+            torch.library.register_fake(f"ascend_deep_cpu::{name}", fake)
     except (OSError, RuntimeError) as error:
         return f"the C++ kernels do not load ({str(error).splitlines()[0]}); `{_BUILD}` builds them again."
     return None
@@ -48,19 +51,40 @@ def isa(name: str = "") -> str:
     return text
 
 
-def _moe_experts(*args: Any, **kwargs: Any) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.ascend_deep_cpu.moe_experts(*args, **kwargs)
-    return out
+def _fake_experts(x: torch.Tensor, *_: Any, out_dtype: torch.dtype | None, **__: Any) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
 
 
-def _moe_route(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.ascend_deep_cpu.moe_route(*args, **kwargs)
-    return out
+def _fake_route(logits: torch.Tensor, *_: Any, topk: int, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], topk)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _swiglu(*args: Any, **kwargs: Any) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.ascend_deep_cpu.swiglu(*args, **kwargs)
-    return out
+def _fake_swiglu(h: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
+
+
+# Ops whose kernel is an op of the library with the same arguments and, on a fake tensor, these results.
+_SAME: Mapping[str, Callable[..., Any]] = {
+    "moe_experts": _fake_experts,
+    "moe_route": _fake_route,
+    "swiglu": _fake_swiglu,
+}
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """``torch.ops.ascend_deep_cpu.<name>``, which is there once the library is loaded."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _overload(name)(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def _overload(name: str) -> torch._ops.OpOverload:
+    overload: torch._ops.OpOverload = getattr(torch.ops.ascend_deep_cpu, name).default
+    return overload
 
 
 def _experts_limits(
@@ -114,7 +138,8 @@ CPU = Provider(
     name="native.cpu",
     device="cpu",
     unavailable=_unavailable,
-    kernels={"moe_experts": _moe_experts, "moe_route": _moe_route, "swiglu": _swiglu, **mqa_provider.KERNELS},
+    kernels={**{name: _kernel(name) for name in _SAME}, **mqa_provider.KERNELS},
+    direct={name: functools.partial(_overload, name) for name in _SAME},
     limits={
         "moe_experts": _experts_limits,
         "moe_route": _route_limits,

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascend_deep import ops
+from ascend_deep.lowering import direct
+from ascend_deep.native.cpu.provider import CPU
 
 TOKENS = (2, 3, 7, 64, 33)
 
@@ -196,3 +199,29 @@ def test_matmuls_of_the_reference_are_not_cast_again_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = ops.moe_experts(*args, *weights)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(CPU.unavailable() is not None, reason="the C++ kernels are not built")
+def test_compiled_graphs_call_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of the provider is made once, when a graph is compiled; what no kernel takes stays an op."""
+    monkeypatch.delenv("ASCEND_DEEP_DEBUG", raising=False)
+
+    def targets(dtype: torch.dtype) -> list[str]:
+        graph = fx.Graph()
+        h = graph.placeholder("h")
+        h.meta["val"] = _fake(dtype)
+        keywords = {"act": "silu", "alpha": 1.0, "limit": None, "interleaved": False}
+        y = graph.call_function(torch.ops.ascend_deep.swiglu.default, (h, None), keywords)
+        graph.output(y)
+        direct.replace(graph)
+        return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+    assert targets(torch.float32) == ["ascend_deep_cpu.swiglu.default"]
+    assert targets(torch.float64) == ["ascend_deep.swiglu.default"]
+    monkeypatch.setenv("ASCEND_DEEP_DEBUG", "1")
+    assert targets(torch.float32) == ["ascend_deep.swiglu.default"]
+
+
+def _fake(dtype: torch.dtype) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(4, 6, dtype=dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep import ops
+from ascend_deep.native.cpu.provider import CPU
 from ascend_deep.ops import moe_experts
 
 Experts = Callable[..., Tensor]
@@ -289,6 +290,13 @@ def test_wrong_arguments_get_one_sentence(changes: dict[str, Any], error: type[E
         "b2": b2,
         **changes,
     }
+    moe_experts(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2), *layer())
     with pytest.raises(error, match=text) as caught:
         moe_experts(**arguments)
     assert str(caught.value).startswith("moe_experts: ") and "\n" not in str(caught.value)
+    # The kernel can be called before the checks of the op, see ops/_eager.py.
+    if CPU.unavailable() is None and not any(isinstance(a, Tensor) and a.is_meta for a in arguments.values()):
+        full = {"act": "silu", "alpha": 1.0, "limit": None, "interleaved": False, "weight_layout": "enk"}
+        rest = {"weight_on_input": False, "expert_offset": 0, "out_dtype": None}
+        with pytest.raises((RuntimeError, TypeError)):
+            CPU.direct["moe_experts"]()(**{**full, **rest, **arguments})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep import ops
+from ascend_deep.native.cpu.provider import CPU
 from ascend_deep.ops import moe_route
 
 Route = Callable[..., tuple[Tensor, Tensor]]
@@ -236,5 +237,14 @@ def test_any_number_of_tokens(route: Route, tokens: int) -> None:
 def test_wrong_arguments_get_one_sentence(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     arguments = {"logits": torch.randn(3, 8), "bias": None, "topk": 2, **changes}
     with pytest.raises(error, match=text) as caught:
-        moe_route(arguments.pop("logits"), arguments.pop("bias"), **arguments)
+        moe_route(
+            arguments["logits"],
+            arguments["bias"],
+            **{k: v for k, v in arguments.items() if k not in ("logits", "bias")},
+        )
     assert str(caught.value).startswith("moe_route: ") and "\n" not in str(caught.value)
+    if CPU.unavailable() is None and not any(isinstance(a, Tensor) and a.is_meta for a in arguments.values()):
+        rest = {"scoring": "softmax", "select": "scores", "renorm": "none", "eps": 0.0, "scale": 1.0, "n_group": 1}
+        groups = {"topk_group": 1, "group_score": "top2", "group_fill": "neg_inf"}
+        with pytest.raises((RuntimeError, TypeError)):
+            CPU.direct["moe_route"]()(**{**rest, **groups, **arguments})
