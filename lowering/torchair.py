@@ -13,7 +13,7 @@ are given to torchair directly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
         if choice.provider is not None:
             return choice.provider.kernels[name](*args, **kwargs)
     if name not in _ON_HOST:
-        return ops.reference(name)(*args, **kwargs)
+        # Traced after functionalisation, where nothing may be changed in place.
+        return torch.func.functionalize(ops.reference(name))(*args, **kwargs)
     why = "; ".join(map(str, choice.refusals)) or "there is no provider for NPUs."
     raise NoGraphEngineOp(
         f"ascend_deep::{name} cannot be lowered to the graph engine: {why} Disable the recogniser that made it, or use "
@@ -58,8 +59,16 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
-    """Every op of ours to its expansion, in the form that torchair and AOT Autograd take."""
-    return {definition.overload: functools.partial(expand, name) for name, definition in ops.OPS.items()}
+    """Every op of ours to its expansion, in the form that torchair and AOT Autograd take, and what torchair lacks."""
+    ours = {definition.overload: functools.partial(expand, name) for name, definition in ops.OPS.items()}
+    return {**ours, torch.ops.aten.squeeze.dims: _squeeze}
+
+
+def _squeeze(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """``squeeze`` of several dimensions, which torchair of torch_npu 2.13 does not convert, one by one."""
+    for dim in sorted((d % x.dim() for d in dims), reverse=True):
+        x = torch.ops.aten.squeeze.dim(x, dim)
+    return x
 
 
 def backend(config: Any = None) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.torch_npu import soc
 from ascend_deep.native.torch_npu._call import Spec
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.soc import Target
@@ -21,6 +22,7 @@ from ascend_deep.native.torch_npu.soc import Target
 __all__ = ["limits", "mqa_topk"]
 
 _FP8 = torch.float8_e4m3fn
+_WRITTEN_OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def mqa_topk(
@@ -42,6 +44,14 @@ def mqa_topk(
 ) -> tuple[Tensor, Tensor]:
     """As the op says; the schema's arguments."""
     keys = kv.shape[1]
+    target = soc.current()
+    assert target is not None  # the limits refuse where there is none
+    attributes: dict[str, Any] = {
+        **{"topk": topk, "scale": scale, "outside": outside, "sorted": sorted},
+        **{"return_scores": return_scores, "index_dtype": index_dtype},
+    }
+    if target.graph and _vendor_refusal(target, q, q_sf, kv, kv_sf, weights, ks, ke, mask, **attributes) is not None:
+        return _written_out(q, kv, weights, ks, ke, mask, **attributes)
     # One query per sequence: its range is the sequence's number of keys.
     lengths = None if ke is None else ke.expand(q.shape[0], 1)[:, 0].clamp(0, keys).to(torch.int32)
     common: dict[str, Any] = {
@@ -73,6 +83,62 @@ def mqa_topk(
     return q.new_empty(0, dtype=torch.float32), idx
 
 
+def _written_out(
+    q: Tensor,
+    kv: Tensor,
+    weights: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    mask: Tensor | None,
+    *,
+    topk: int,
+    scale: float,
+    outside: str,
+    sorted: bool,
+    return_scores: bool,
+    index_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The op in torch's own ops, all of which torchair converts; its topk, like torch's, breaks ties freely.
+
+    The op's reference body sorts keys of bits, which the graph engine has no converter for. Scores of all keys exist at
+    once here, as they do in the models that this op replaces.
+    """
+    keys = kv.shape[1]
+    products = q.to(torch.float32) @ kv.to(torch.float32).transpose(1, 2).unsqueeze(1) * scale
+    scores = (products.relu() * weights.to(torch.float32).unsqueeze(-1)).sum(2)
+    at = torch.arange(keys, device=q.device)
+    hidden = torch.zeros((1, 1, 1), dtype=torch.bool, device=q.device)
+    if ks is not None:
+        hidden = hidden | (at < ks.unsqueeze(-1))
+    if ke is not None:
+        hidden = hidden | (at >= ke.unsqueeze(-1))
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    elif mask is not None:
+        hidden = hidden | (mask == -torch.inf)
+        scores = scores + mask.to(torch.float32)
+    hidden = hidden.expand(scores.shape)
+    scores = torch.where(hidden, -torch.inf, scores)
+    columns = min(int(topk), keys)
+    values, idx = torch.where(scores == scores, scores, -torch.inf).topk(columns, -1)
+    if outside == "pad":
+        idx = torch.where(hidden.gather(2, idx), -1, idx)
+    if not sorted:
+        # Ascending, padding last.
+        far = torch.iinfo(torch.int32).max
+        idx = torch.where(idx < 0, far, idx).sort(-1).values
+        idx = torch.where(idx == far, -1, idx)
+        values = torch.where(idx < 0, -torch.inf, scores.gather(2, idx.clamp(min=0)))
+    missing = int(topk) - columns
+    if missing:
+        idx = torch.nn.functional.pad(idx, (0, missing), value=-1)
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+    return (
+        values.contiguous() if return_scores else q.new_empty(0, dtype=torch.float32),
+        idx.to(index_dtype or torch.int64).contiguous(),
+    )
+
+
 def _scales(weights: torch.dtype) -> torch.dtype:
     return torch.float32 if weights == torch.bfloat16 else torch.float16
 
@@ -95,7 +161,35 @@ def limits(
     return_scores: bool,
     index_dtype: torch.dtype | None,
 ) -> str | None:
-    """Why the vendor's ops do not compute this call of ``mqa_topk``; ``None`` if they do."""
+    """Why this provider does not compute this call of ``mqa_topk``; ``None`` if it does."""
+    if target.graph and q.dtype == kv.dtype and q.dtype in _WRITTEN_OUT:
+        return None  # what the vendor's op does not compute is written out
+    attributes: dict[str, Any] = {
+        **{"topk": topk, "scale": scale, "outside": outside, "sorted": sorted},
+        **{"return_scores": return_scores, "index_dtype": index_dtype},
+    }
+    return _vendor_refusal(target, q, q_sf, kv, kv_sf, weights, ks, ke, mask, **attributes)
+
+
+def _vendor_refusal(
+    target: Target,
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv: Tensor,
+    kv_sf: Tensor | None,
+    weights: Tensor,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    mask: Tensor | None,
+    *,
+    topk: int,
+    scale: float,
+    outside: str,
+    sorted: bool,
+    return_scores: bool,
+    index_dtype: torch.dtype | None,
+) -> str | None:
+    """Why the vendor's ops do not compute the call; ``None`` if one does."""
     if return_scores or sorted:
         what = "the scores are returned" if return_scores else "keys are sorted by score"
         return f"{what}; the vendor's indexer returns indices only in graph mode."

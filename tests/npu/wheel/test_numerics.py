@@ -231,6 +231,35 @@ def test_indexer_prefill_and_decode(quantised: bool) -> None:
         assert torch.equal(result[0][1], want)
 
 
+def test_indexer_in_graphs_without_a_vendor_op() -> None:
+    """Every sample that is not quantised: scores, masks, ranges per query, padding, order."""
+    definition, computed = ops.op("mqa_topk"), 0
+    for sample in definition.samples():
+        q, kv = sample.args[0], sample.args[2]
+        floating = q.dtype in (torch.float32, torch.bfloat16, torch.float16) and kv.dtype == q.dtype
+        if not floating or not q.numel() or not all(_finite_or_mask(a) for a in sample.args):
+            continue
+        with soc.planned("950pr"), soc.in_graph():
+            target = soc.current()
+            assert target is not None
+            result = _run("mqa_topk", sample.args, {**sample.kwargs, "return_scores": True}, target)
+        assert not isinstance(result, str), (sample.name, result)
+        (scores, idx), want = result[0], definition.reference(*sample.args, **{**sample.kwargs, "return_scores": True})
+        assert idx.dtype == want[1].dtype and idx.shape == want[1].shape, sample.name
+        tolerance = definition.tolerance[q.dtype]
+        order = [t.sort(-1, descending=True).values for t in (scores, want[0])]
+        torch.testing.assert_close(*order, rtol=10 * tolerance.rtol, atol=10 * tolerance.atol)
+        assert torch.equal(idx < 0, want[1] < 0), sample.name
+        if not sample.kwargs["sorted"]:
+            assert torch.equal(idx.long() + (idx < 0) * 10**6, (idx.long() + (idx < 0) * 10**6).sort(-1).values)
+        computed += 1
+    assert computed >= 8
+
+
+def _finite_or_mask(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not bool(torch.isnan(value.float()).any())
+
+
 def test_sparse_attention_of_absorbed_mla() -> None:
     k = torch.randn(2, 1, 33, 576)
     q, v = torch.randn(2, 4, 5, 576), k[..., :512]
