@@ -78,7 +78,7 @@ class SparseAttention:
         lowest = float(solution.attrs["fill"]) if solution.attrs["empty"] == "mean" else torch.finfo(dtype).min
         cases = [
             Probe("masks hide by -inf", 31, dims, bench.tensors(dims, 31)),
-            Probe("masks hide by the lowest number", 32, dims, bench.tensors(dims, 32, low=lowest)),
+            Probe("masks hide by the lowest number", 32, dims, bench.tensors(dims, 32, low=lowest, nothing=True)),
             Probe("nothing hidden but what is not chosen", 33, dims, bench.tensors(dims, 33, visible=True)),
         ]
         if not region.hints["rounds"]:  # scores next to -1e4 have two digits in half precision

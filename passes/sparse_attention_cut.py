@@ -19,7 +19,7 @@ from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.mqa_cut import chain
 from ascend_deep.passes.mqa_family import assignments, expr
-from ascend_deep.passes.mqa_walk import CASTS, LAYOUT, tensors_of
+from ascend_deep.passes.mqa_walk import CASTS, tensors_of
 from ascend_deep.passes.region import Region, slice_region
 from ascend_deep.passes.router_selection import named_args
 from ascend_deep.passes.sparse_attention_trace import Attention, reads_shape, trace
@@ -28,6 +28,14 @@ __all__ = ["cuts"]
 
 _OP = "sparse_mqa_attention"
 _MAX_REGIONS = 48
+# Layouts that leave each row of chosen keys in one piece if the last size stays, and slices.
+_ROWS_STAY = frozenset(
+    f"aten.{n}"
+    for n in (
+        "view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "clone", "contiguous",
+        "alias", "expand", "slice", "narrow",
+    )
+)  # fmt: skip
 _IN_ORDER = frozenset({"BSK", "BS", "BK", "SK", "B", "S", "K", ""})
 _HIDING = frozenset({"aten.masked_fill", "aten.__or__", "aten.bitwise_or", "aten.logical_or"})
 # From how many keys per chosen key on the gather beats a dense product, with one key head per query head (measured).
@@ -59,18 +67,29 @@ def cuts(view: GraphView, scatter: fx.Node, name: str) -> list[Region] | Refusal
 
 
 def _choice(view: GraphView, index: Any) -> fx.Node | Refusal:
-    """The chosen keys before integer casts, or why they may hold a key twice."""
+    """The chosen keys before integer casts, or why they may hold a key twice.
+
+    Probes list every key once, so this is read off the graph: a row of the index has to be (part of) a row of one
+    top-k.
+    """
     idx = index
     while op_name(idx) in CASTS and view.dtype(idx.args[0]) in (torch.int32, torch.int64):
         idx = idx.args[0]
     node = idx
-    while op_name(node) in LAYOUT or op_name(node) in CASTS:
-        node = node.args[0]
-    parent = node.args[0] if isinstance(node, fx.Node) and node.target is operator.getitem else node
-    position = node.args[1] if parent is not node else 0
-    if op_name(parent) in ("aten.topk", "aten.sort", "ascend_deep.mqa_topk") and position == 1:
+    while op_name(node) in CASTS or op_name(node) in _ROWS_STAY:
+        parent = node.args[0]
+        same = expr(view.shape(node)[-1]) == expr(view.shape(parent)[-1])
+        if not same and op_name(node) not in ("aten.slice", "aten.narrow"):
+            return Refusal("rows of chosen keys are joined or repeated, so a key may be listed twice.", node)
+        node = parent
+    call = node.args[0] if isinstance(node, fx.Node) and node.target is operator.getitem else node
+    position = 1 if call is node else node.args[1]
+    ranked = named_args(call) if isinstance(call, fx.Node) else {}
+    rank = len(view.shape(node))
+    if op_name(call) == "ascend_deep.mqa_topk" and position == 1:
         return idx  # type: ignore[no-any-return]
-    if op_name(parent) == "aten.argsort":
+    known = op_name(call) in ("aten.topk", "aten.sort", "aten.argsort") and position == 1
+    if known and (call is not node or op_name(call) == "aten.argsort") and int(ranked["dim"]) % rank == rank - 1:
         return idx  # type: ignore[no-any-return]
     return Refusal("the keys of the mask do not come from a top-k, so one may be listed twice.", index)
 

@@ -100,6 +100,13 @@ def padding_and_causal(q, k, v, s, m):
     return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=keep)
 
 
+def padding_alone(q, k, v, s, m):
+    """One mask of a single row for all queries: it may hide every chosen key of some and none of others."""
+    low = torch.finfo(q.dtype).min
+    bias = torch.where(m[0, 1], 0.0, low).masked_fill(hidden(s), low)
+    return attended(q, k, v, bias)
+
+
 def filled(q, k, v, s, m):
     scores = torch.matmul(q, repeated(k).mT) / 2.5
     scores = scores.masked_fill(~m[:, None], -INF).masked_fill(hidden(s), -INF)
@@ -139,7 +146,7 @@ SPELLINGS = [
     (sdpa_bool, "zero"), (sdpa_default_scale, "zero"), (sdpa_grouped, "zero"), (sdpa_added, "zero"),
     (sdpa_no_mask, "zero"), (lowest, "mean"), (added_twice, "nan"), (padding_and_causal, "zero"), (filled, "nan"),
     (where, "nan"), (one_key_head, "nan"), (biased, "mean"),
-    (sinks, "zero"),
+    (sinks, "zero"), (padding_alone, "mean"),
 ]  # fmt: skip
 CASES = [(f, e, torch.float32, i % 2 == 0) for i, (f, e) in enumerate(SPELLINGS)]
 CASES += [(f, e, torch.float32, i % 2 == 1) for i, (f, e) in enumerate(SPELLINGS) if f in (sdpa_bool, lowest)]

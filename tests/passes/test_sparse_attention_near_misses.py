@@ -81,6 +81,26 @@ def any_keys(q, k, v, s, m):
     return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask) + s.topk(2)[0].sum()
 
 
+def every_head_chooses(q, k, v, s, m):
+    """The union of what two heads choose: both may choose the same key."""
+    listed = torch.stack((s, s.flip(1)), 2).topk(3)[1].flatten(2)
+    mask = torch.zeros_like(m).scatter(-1, listed, True).unsqueeze(1)
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+
+
+def listed_again(q, k, v, s, m):
+    """The best key four times."""
+    mask = torch.zeros_like(m).scatter(-1, s.topk(1)[1].expand(-1, -1, 4), True).unsqueeze(1)
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+
+
+def best_queries(q, k, v, s, m):
+    """Ranked along the queries: a row of the index is no row of the choice."""
+    listed = s.transpose(1, 2)[:, : s.shape[1]].topk(4, dim=1)[1].transpose(1, 2)[:, : s.shape[1]]
+    mask = torch.zeros_like(m).scatter(-1, listed, True).unsqueeze(1)
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+
+
 def the_others(q, k, v, s, m):
     """Attends to the keys that were not chosen."""
     return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=hidden(s), scale=SCALE)
@@ -154,6 +174,9 @@ CASES = [
     (mask_counted, "also used by sum"),
     (two_attentions, "more than one attention"),
     (any_keys, "one may be listed twice"),
+    (every_head_chooses, "joined or repeated"),
+    (listed_again, "joined or repeated"),
+    (best_queries, "one may be listed twice"),
     (the_others, "hides other keys"),
     (soft, "scale of the products|another function"),
     (over_heads, "not over the keys"),
