@@ -18,12 +18,14 @@ from ascend_deep.loop_families import Family, families, is_owner, twin
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
 from ascend_deep.loop_runs import Record, Rig, quiet
-from ascend_deep.loop_solve import constants
+from ascend_deep.loop_solve import constants, whole_numbers
 from ascend_deep.loop_source import Source, read, stores
 from ascend_deep.loop_state import Call
 
 __all__ = ["Loop", "LoopSpec", "is_named_so", "line", "owners", "parents", "resolve"]
 
+_MANY = 260
+_WORK = 2_000_000_000  # tokens times elements of a matrix, for the longest trial
 _SHAPES = ((1, 1), (2, 1), (1, 7), (2, 32))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = (1.0, 30.0, 1e-3, 3e3, 1e5)
@@ -182,13 +184,13 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
     except Exception as error:
         return 1, f"it cannot be copied for a trial: {type(error).__name__}: {line(error)}"
     shape = _first_shape(rig, found, entry)
-    if shape is None:
-        return None
+    if isinstance(shape, str):
+        return 0, shape
     numbers = constants(rig.entry if path else rig.module)
     reason: tuple[int, str] | None = None
     parts: dict[int, tuple[Solved, bool]] = {}
     modes: dict[bool, bool] = {}
-    shapes = [_like(shape, s) for s in _SHAPES]
+    shapes = [_like(shape, s) for s in (*_SHAPES, *_long(rig, found))]
     for training in (False, True):
         answer = _in_mode(rig, found, numbers, training, shape, shapes, parts)
         if isinstance(answer, bool):
@@ -371,19 +373,31 @@ def _form(values: Mapping[str, Any], s: Solved) -> str | int:
     return r.k
 
 
-def _first_shape(rig: Rig, found: Sequence[Family], entry: nn.Module) -> tuple[int, ...] | None:
-    """A shape of tokens that the module takes: [batch, tokens, H] or [tokens, H]."""
+def _first_shape(rig: Rig, found: Sequence[Family], entry: nn.Module) -> tuple[int, ...] | str:
+    """A shape of tokens that the module takes, [batch, tokens, H] or [tokens, H]; or a sentence."""
     widths = [n for f in found if len(f.shape) == 2 for n in (f.shape[1], f.shape[0])]
     widths += [m.in_features for m in entry.modules() if isinstance(m, nn.Linear)]
+    reason = ""
     for width in dict.fromkeys(widths):
         for shape in ((2, 5, width), (10, width)):
             try:
                 record = rig.record(shape, False, 40)
-            except Exception:
+            except Exception as error:
+                reason = reason or f"it does not run alone on random tokens: {type(error).__name__}: {line(error)}"
                 continue
             if record.touched:
                 return shape
-    return None
+            reason = "it runs on random tokens without reading its experts."
+    return reason
+
+
+def _long(rig: Rig, found: Sequence[Family]) -> list[tuple[int, int]]:
+    """Many tokens, and more than any whole number that the code or its module has: capacities and the like show."""
+    size = max(torch.Size(f.shape).numel() for f in found)
+    sides = {n for p in rig.parameters.values() for n in p.shape}
+    counts = [n for n in whole_numbers(rig.module) if _MANY < n < 5000 and n not in sides]
+    tokens = [_MANY, *(n + 7 for n in sorted(counts)[-2:])]
+    return [(1, n) for n in tokens if n * size < _WORK]
 
 
 def _like(shape: tuple[int, ...], sizes: tuple[int, int]) -> tuple[int, ...]:
@@ -404,6 +418,8 @@ def _unusual(module: nn.Module, name: str) -> str | None:
         holder = getattr(holder, part_)
         if holder._forward_hooks or holder._forward_pre_hooks or holder._backward_hooks or holder._backward_pre_hooks:
             return f"a hook is attached to {'.'.join(parts[: step + 1])}, and the op would not call it."
+        if "forward" in vars(holder):
+            return f"the forward of {'.'.join(parts[: step + 1])} was replaced on the instance."
         if "parametrizations" in holder._modules:
             return f"{'.'.join(parts[: step + 1])} is parametrised."
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ascend_deep.loop_families import Family
 
-__all__ = ["Assignment", "Matrix", "assignments", "constants", "expected", "preactivation"]
+__all__ = ["Assignment", "Matrix", "assignments", "constants", "expected", "preactivation", "whole_numbers"]
 
 
 @dataclass(frozen=True)
@@ -146,35 +147,53 @@ def expected(
 def constants(module: nn.Module) -> list[float]:
     """Numbers that the module, what it holds, its configs and its code carry: candidates for limits and factors."""
     found: dict[float, None] = {}
-
-    def take(value: Any) -> None:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < abs(value) < 1e4:
+    for name, value in _attributes(module):
+        # Whole numbers are sizes and counts unless the name says otherwise.
+        if isinstance(value, float) or any(word in name for word in ("limit", "clamp", "alpha")):
             found.setdefault(abs(float(value)))
+    for value in _code(module):
+        found.setdefault(abs(float(value)))
+    return [n for n in found if 0 < n < 1e4]
 
-    def code(function: types.CodeType) -> None:
-        for value in function.co_consts:
-            code(value) if isinstance(value, types.CodeType) else take(value)
 
-    seen: set[int] = set()
+def whole_numbers(module: nn.Module) -> list[int]:
+    """Whole numbers that its attributes and its code carry: a capacity, or a number of tokens, may be among them."""
+    values = [*(v for _, v in _attributes(module)), *_code(module)]
+    return list(dict.fromkeys(int(v) for v in values if float(v).is_integer()))
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, int | float]]:
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            # Whole numbers are sizes and counts unless the name says otherwise.
-            if not isinstance(value, int) or "limit" in name or "clamp" in name or "alpha" in name:
-                take(value)
             fields = getattr(value, "__dict__", {}) if "config" in name or "args" in name else {}
-            for key, inner in fields.items():
-                if isinstance(inner, float) or "limit" in key or "clamp" in key or "alpha" in key:
-                    take(inner)
-        if type(part).__module__.startswith("torch.nn."):
+            for key, number in ((name, value), *fields.items()):
+                if _is_number(number) and key != "training":
+                    yield key, number
+
+
+def _code(module: nn.Module) -> Iterator[int | float]:
+    """Constants of the functions of all classes in the module, and of functions of the same files that they call."""
+    seen: set[int] = set()
+    for kind in dict.fromkeys(type(part) for part in module.modules()):
+        if kind.__module__.startswith("torch.nn."):
             continue
-        for function in vars(type(part)).values():
+        todo = [f for base in kind.__mro__ if not base.__module__.startswith("torch.") for f in vars(base).values()]
+        while todo:
+            function: Any = todo.pop()
             function = inspect.unwrap(function) if callable(function) else function
-            if isinstance(function, types.FunctionType) and id(function) not in seen:
-                seen.add(id(function))
-                if function.__name__ != "__init__":
-                    code(function.__code__)
-                    for used in function.__code__.co_names:  # functions of the same file that it calls
-                        helper = function.__globals__.get(used)
-                        if isinstance(helper, types.FunctionType) and helper.__module__ == function.__module__:
-                            code(helper.__code__)
-    return list(found)
+            if not isinstance(function, types.FunctionType) or id(function) in seen or function.__name__ == "__init__":
+                continue
+            seen.add(id(function))
+            code = [function.__code__]
+            while code:
+                for value in (current := code.pop()).co_consts:
+                    if isinstance(value, types.CodeType):
+                        code.append(value)
+                    elif _is_number(value):
+                        yield value
+                names = (function.__globals__.get(n) for n in current.co_names)
+                todo += [f for f in names if getattr(f, "__module__", None) == function.__module__]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,6 +15,7 @@ and the next call compiles anew.
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -146,10 +147,10 @@ class Experts:
         self.device = ""
         self.dtype = torch.float32
         self._warned = ""
-        self._identities: list[tuple[dict[str, Any], str, Any]] = []
-        self._classes: list[tuple[nn.Module, type]] = []
+        self._identities: tuple[list[dict[str, Any]], list[str], list[Any]] = ([], [], [])
+        self._classes: tuple[list[nn.Module], list[type]] = ([], [])
         self._hooks: list[Any] = []
-        self._known: list[tuple[Any, int, bool]] = []
+        self._known: tuple[list[Any], list[int], list[bool]] = ([], [], [])
         self._note_structure()
         wrong = self._collect()
         if wrong is not None:
@@ -234,36 +235,42 @@ class Experts:
         return wrong
 
     def _note_structure(self) -> None:
+        found: list[tuple[dict[str, Any], str]] = []
         for module, name in self.links:
-            held = module._modules if name in module._modules else vars(module)
-            self._identities.append((held, name, held[name]))
+            found.append((module._modules if name in module._modules else vars(module), name))
         for module in self.watched:
-            self._classes.append((module, type(module)))
             self._hooks += [getattr(module, name) for name in _HOOKS]
-            self._identities += [(module._modules, name, child) for name, child in module._modules.items()]
-            if type(module).__module__.startswith("torch.nn"):
-                continue
+            found += [(module._modules, name) for name in module._modules]
             own = vars(module)
-            self._identities += [
-                (own, n, v) for n, v in own.items() if not n.startswith("_") and n not in ("training", "forward")
-            ]
+            found.append((own, "forward"))  # nothing, unless somebody puts another one on the instance
+            if not type(module).__module__.startswith("torch.nn"):
+                found += [(own, n) for n in own if not n.startswith("_") and n not in ("training", "forward")]
+        self._classes = (list(self.watched), [type(m) for m in self.watched])
+        self._identities = ([held for held, _ in found], [n for _, n in found], [held.get(n) for held, n in found])
 
     def _changed_structure(self) -> str | None:
-        for module, kind in self._classes:
-            if type(module) is not kind:
-                return f"one of its experts' modules became a {type(module).__name__} after prepare."
-        for held, name, value in self._identities:
-            if held.get(name) is not value:
-                return f"{name!r} of one of its experts was replaced after prepare."
+        # Runs on every call, hence loops in C first and the search for the culprit after.
+        modules, kinds = self._classes
+        if list(map(type, modules)) != kinds:
+            changed = next(m for m, kind in zip(modules, kinds, strict=True) if type(m) is not kind)
+            return f"one of its experts' modules became a {type(changed).__name__} after prepare."
+        holders, names, values = self._identities
+        if not all(map(operator.is_, map(dict.get, holders, names), values)):
+            found = zip(holders, names, values, strict=True)
+            name = next(n for held, n, value in found if held.get(n) is not value)
+            return f"{name!r} of one of its experts was replaced after prepare."
         if any(self._hooks):
             return "a hook was attached to one of its experts after prepare."
         return None
 
     def _up_to_date(self) -> bool:
+        known, places, needs = self._known
         current = [p for s in self.stacks if s is not None for p in s.parameters()]
-        return len(current) == len(self._known) and all(
-            p is known and p.data_ptr() == place and p.requires_grad == needs
-            for p, (known, place, needs) in zip(current, self._known, strict=True)
+        return (
+            len(current) == len(known)
+            and all(map(operator.is_, current, known))
+            and [p.data_ptr() for p in known] == places
+            and [p.requires_grad for p in known] == needs
         )
 
     def _collect(self) -> str | None:
@@ -285,7 +292,7 @@ class Experts:
             if stack is None or stack.direct:
                 continue
             setattr(self, name, _stacked(stack))
-        self._known = [(p, p.data_ptr(), p.requires_grad) for s in self.stacks if s is not None for p in s.parameters()]
+        self._known = (every, [p.data_ptr() for p in every], [p.requires_grad for p in every])
         self.device, self.dtype = first.device.type, first.dtype
         guarded = self.w13 if self.w13 is not None else self.w2
         if guarded is not None and guarded.device.type != "meta":
