@@ -117,7 +117,8 @@ def build(directory: Path) -> Path:
     Raises:
         RuntimeError: torch_npu, a C compiler or ``nm`` is missing, or the compiler fails; one sentence.
     """
-    wheel = importlib.metadata.version("torch_npu") if importlib.util.find_spec("torch_npu") else ""
+    _wheel()
+    wheel = importlib.metadata.version("torch_npu")
     stamp = directory / "built_for"
     if stamp.exists() and stamp.read_text() == wheel:
         return directory
