@@ -1,8 +1,8 @@
 """The C++ expert kernel against what a user would run otherwise, and against the floor of the machine.
 
 Every contender computes the same layer with the same weights: the Hugging Face experts in eager mode (loop over
-experts, ``batched_mm``, ``grouped_mm``), the last two under ``torch.compile`` with Inductor, and our op. They are timed
-in turns, so that whatever else the machine does hits all of them alike.
+experts, ``batched_mm``, ``grouped_mm``), the last two under ``torch.compile`` with Inductor, our op, and the module
+compiled with our backend. They are timed in turns, so that whatever else the machine does hits all of them alike.
 
 The floor is the larger of two times, both measured in the same turns: the bytes of the weights of the active experts
 at the rate at which torch sums a large tensor, and the multiplications at the rate of a large float32 matrix product.
@@ -136,6 +136,9 @@ def contenders(
         return ops.moe_experts(x, ids, weights, gate_up, None, down, None, act="silu")
 
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ascend_deep": ours}
+    if compiled:
+        experts = hf_experts(shape, "grouped_mm", gate_up, down)
+        found["ascend_deep, compiled"] = torch.compile(experts, backend="ascend_deep")
     for name, implementation in (("eager loop", "eager"), ("batched_mm", "batched_mm"), ("grouped_mm", "grouped_mm")):
         found[name] = hf_experts(shape, implementation, gate_up, down)
         if compiled and implementation != "eager":
@@ -150,10 +153,16 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of every call, one of each and then the next turn."""
+    """Times of every call, one of each and then the next turn.
+
+    Each call comes right after the read of another large tensor: contenders share their weights, and the one that
+    follows another would find part of them in the caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    other = torch.randn(_READ)
     for _ in range(repeats):
         for name, call in calls.items():
+            other.sum()
             times[name].append(timed(call))
     return times
 
@@ -179,6 +188,7 @@ def floor_probes(
 def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) -> list[Row]:
     """Times every contender at one size, in turns with the two floors."""
     dtype = DTYPES[name]
+    torch._dynamo.reset()  # else the second size is compiled for any size
     generator = torch.Generator().manual_seed(tokens)
 
     def randn(*size: int) -> Tensor:
