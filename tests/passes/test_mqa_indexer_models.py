@@ -11,6 +11,7 @@ from ascend_deep import models
 pytest.importorskip("transformers")
 
 OPTIONS = {"downstream": "aot_eager", "enable": ["mqa_indexer"]}
+BOTH = ["mqa_indexer", "sparse_attention"]
 # 16 heads: with few, a score is exactly zero (every ReLU off) often enough for eager to break a tie its own way.
 FIELDS = {"index_n_heads": 16, "index_topk": 5}
 CASES = [
@@ -71,3 +72,64 @@ def test_decode(static) -> None:
 
 def compiled(model, dynamic):
     return torch.compile(model, backend="ascend_deep", dynamic=dynamic, options=OPTIONS), model
+
+
+SPARSE = [
+    ("deepseek_v32", "sdpa", False, "float32", "zero"),
+    ("deepseek_v32", "eager", True, "float32", "mean"),
+    ("glm_moe_dsa", "eager", False, "bfloat16", "mean"),
+    ("hy_v4", "eager", True, "float32", "zero"),
+]
+
+
+@pytest.mark.parametrize(("family", "attention", "dynamic", "dtype", "empty"), SPARSE)
+def test_attention_over_the_chosen_keys(family, attention, dynamic, dtype, empty) -> None:
+    """Two of 11 keys chosen: indexer and attention become one op each, also with the first rows padded away."""
+    fields = {**FIELDS, "index_topk": 2}
+    loaded = models.load(family, fields=fields, layers=1, dtype=dtype, shape=(2, 11))
+    model = loaded.model
+    model.set_attn_implementation(attention)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    run = torch.compile(model, backend="ascend_deep", dynamic=dynamic, options={**OPTIONS, "enable": BOTH})
+    with torch.no_grad():
+        got, want = (f(**loaded.kwargs, attention_mask=mask)[0] for f in (run, model))
+    report = ascend_deep.last_report()
+    assert report.counts() == {"mqa_topk": 1, "sparse_mqa_attention": 1}, str(report)
+    assert any(f"empty={empty}" in match.spec for match in report.matches)
+    tolerance = 1e-4 if dtype == "float32" else 3e-2
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_attention_in_decode() -> None:
+    """One token against a static cache of 24 slots."""
+    from transformers import StaticCache
+
+    loaded = models.load("deepseek_v32", fields={**FIELDS, "index_topk": 2}, layers=1, shape=(2, 12))
+    model, ids = loaded.model, loaded.kwargs["input_ids"]
+    run = torch.compile(model, backend="ascend_deep", options={**OPTIONS, "enable": BOTH})
+    results = []
+    for f in (model, run):
+        cache = StaticCache(config=model.config, max_cache_len=24)
+        with torch.no_grad():
+            model(input_ids=ids[:, :-1], past_key_values=cache)
+            results.append(f(input_ids=ids[:, -1:], past_key_values=cache)[0])
+    counts = ascend_deep.last_report().counts()
+    assert counts == {"mqa_topk": 1, "sparse_mqa_attention": 1}, str(ascend_deep.last_report())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_chosen_keys_that_join_others_keep_their_mask() -> None:
+    """DeepSeek-V4 attends to a window beside the chosen keys."""
+    fields = {
+        "index_n_heads": 16,
+        "index_topk": 3,
+        "layer_types": ["compressed_sparse_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+    }
+    loaded = models.load("deepseek_v4", fields=fields, layers=1, shape=(2, 13))
+    run = torch.compile(loaded.model, backend="ascend_deep", options={**OPTIONS, "enable": ["sparse_attention"]})
+    with torch.no_grad():
+        run(**loaded.kwargs)
+    (miss,) = ascend_deep.last_report().misses
+    assert "joined with that of other keys" in miss.reason

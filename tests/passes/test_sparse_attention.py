@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ascend_deep.passes import certificates, replay
 from tests.passes.mqa_spellings import INF, Backend
 
 K = 4
@@ -213,3 +214,12 @@ def test_coinciding_sizes(b, s, t) -> None:
         tensors = operands(b, s, t)
         torch.testing.assert_close(run(*tensors), f(*tensors), rtol=1e-5, atol=1e-5, equal_nan=True)
         assert backend.found == ["sparse_mqa_attention"], backend.reasons
+
+
+@pytest.mark.parametrize("f", [sdpa_grouped, lowest], ids=lambda f: f.__name__)
+def test_replay(f, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ASCEND_DEEP_CERTIFICATES", str(tmp_path))
+    run, backend = compiled(f)
+    run(*operands(2, 7, 21))
+    again = replay.replay(str(certificates.save(backend.outcomes[-1].certificates[0])))
+    assert again.ok, again.text
