@@ -94,6 +94,7 @@ def samples() -> Iterator[Sample]:
             ("sigmoid", {"act": "sigmoid"}),
             ("silu_clamp", {"act": "silu_clamp", "limit": 0.3}),
             ("oai", _OAI),
+            ("silu_softcap", {"act": "silu_softcap", "alpha": 1.3, "limit": 0.7}),
             ("oai-interleaved-bias", {**_OAI, "interleaved": True, "bias": True}),
             ("no_gate-relu2", {"act": "relu2", "gated": False}),
             ("no_gate-gelu-bias", {"act": "gelu", "gated": False, "bias": True}),

@@ -11,6 +11,8 @@ relu, relu2, sigmoid      without up: f(g)                                      
 silu_clamp                min(silu(gate), L) * clamp(up, -L, L)                      Step-3
 swiglu_oai                (u + 1) * g * sigmoid(alpha * g), g and u limited as in    GPT-OSS, MiniMax-M3
                           the first row
+silu_softcap              c(g, alpha) * sigmoid(g) * c(u, L), nothing limited, with  Inkling-2
+                          c(v, cap) = cap * tanh(v / cap) and c(u, None) = u
 ========================  =========================================================  ============================
 
 ``gelu`` is the exact one (erf), ``gelu_tanh`` the tanh approximation, ``relu2`` is relu(x)^2. ``alpha`` must be 1 for
@@ -46,6 +48,7 @@ class Activation:
     up_offset: float = 0.0
     clamp_after: bool = False
     gated_only: bool = False
+    softcap: bool = False  # the limit bends up instead of cutting it off, and leaves the gate alone
 
     def forward(self, gate: Tensor, up: Tensor | None, alpha: float, limit: float | None) -> Tensor:
         """The activation, same shape and dtype as ``gate``. Never returns ``gate`` itself."""
@@ -61,11 +64,14 @@ class Activation:
         if up is None:
             return grad * slope, None
         d_up = grad * value
-        if limit is not None:
+        if limit is not None and self.softcap:
+            d_up = d_up * (1 - torch.tanh(up / limit).square())
+        elif limit is not None:
             d_up = torch.where(up.abs() <= limit, d_up, 0.0)
         return grad * self._up(up, limit) * slope, d_up
 
     def _gate(self, gate: Tensor, alpha: float, limit: float | None, derivative: bool) -> tuple[Tensor, Tensor | None]:
+        limit = None if self.softcap else limit
         clamped = gate if limit is None or self.clamp_after else gate.clamp(max=limit)
         value = self.inner(clamped, alpha)
         slope = self.derivative(clamped, alpha) if derivative else None
@@ -77,6 +83,8 @@ class Activation:
         return value, slope
 
     def _up(self, up: Tensor, limit: float | None) -> Tensor:
+        if self.softcap:
+            return up.clone() if limit is None else limit * torch.tanh(up / limit)
         clamped = up if limit is None else up.clamp(-limit, limit)
         return clamped + self.up_offset if self.up_offset else clamped
 
@@ -143,6 +151,15 @@ def _d_silu_alpha(x: Tensor, alpha: float) -> Tensor:
     return s * (1 + alpha * x * (1 - s))
 
 
+def _silu_softcap(x: Tensor, alpha: float) -> Tensor:
+    return alpha * torch.tanh(x / alpha) * torch.sigmoid(x)
+
+
+def _d_silu_softcap(x: Tensor, alpha: float) -> Tensor:
+    t, s = torch.tanh(x / alpha), torch.sigmoid(x)
+    return s * (1 - t * t) + alpha * t * s * (1 - s)
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     a.name: a
     for a in (
@@ -154,6 +171,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
         Activation("sigmoid", _sigmoid, _d_sigmoid),
         Activation("silu_clamp", _silu, _d_silu, clamp_after=True),
         Activation("swiglu_oai", _silu_alpha, _d_silu_alpha, uses_alpha=True, up_offset=1.0, gated_only=True),
+        Activation("silu_softcap", _silu_softcap, _d_silu_softcap, uses_alpha=True, gated_only=True, softcap=True),
     )
 }
 
@@ -166,6 +184,8 @@ def check_activation(op: str, act: str, alpha: float, limit: float | None, gated
         return
     if alpha != 1.0 and not activation.uses_alpha:
         raise ValueError(f"{op}: alpha is {alpha}, but act {act!r} does not use it; it must be 1.0 there.")
+    if activation.softcap and not alpha > 0:
+        raise ValueError(f"{op}: alpha is {alpha}; act {act!r} caps the gate at it, so it must be positive.")
     if limit is not None and not limit > 0:
         raise ValueError(f"{op}: limit is {limit}; it must be positive, or None for no limit.")
     if activation.gated_only and not gated:

@@ -37,7 +37,7 @@ def swiglu(
         h: [..., 2 I], f32, bf16, f16 or f64, any strides.
         row_weight: [...] (the leading shape of ``h``), f32 or the dtype of ``h``; ``None``: no scaling.
         act: a name of the activation table.
-        alpha: factor of ``swiglu_oai``; 1.0 for the others.
+        alpha: factor of ``swiglu_oai``, cap of ``silu_softcap``; 1.0 for the others.
         limit: clamp limit of gate and up; ``None``: none.
         interleaved: gate and up are the even and odd columns instead of the first and second half.
 
@@ -136,6 +136,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "sigmoid": {"act": "sigmoid", "alpha": 1.0, "limit": None},
     "silu_clamp": {"act": "silu_clamp", "alpha": 1.0, "limit": 0.4},
     "swiglu_oai": {"act": "swiglu_oai", "alpha": 1.702, "limit": 0.9},
+    "silu_softcap": {"act": "silu_softcap", "alpha": 1.2, "limit": 0.8},
 }
 
 

@@ -62,6 +62,8 @@ def members(constants: Sequence[float], gated: bool) -> list[Activated]:
             for activation in ACTIVATIONS.values():
                 if (activation.gated_only and not gated) or (activation.clamp_after and limit is None):
                     continue
+                if activation.softcap and not limits_of(constants):
+                    continue  # a cap is a number of the block
                 alphas = [1.0]
                 if activation.uses_alpha:
                     alphas += [c for c in dict.fromkeys(abs(c) for c in constants) if c not in (0.0, 1.0) and c < 100]

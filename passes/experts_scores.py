@@ -29,7 +29,7 @@ from ascend_deep.passes.probe import isolated
 from ascend_deep.passes.region import Dims, Region, slice_region
 from ascend_deep.passes.stand_ins import widened
 
-__all__ = ["choices", "prove_scores"]
+__all__ = ["prove_scores"]
 
 _STORED = ("placeholder", "get_attr")
 _PRODUCTS = frozenset(f"aten.{n}" for n in ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "einsum"))
@@ -43,30 +43,6 @@ _POSITIONAL = frozenset({"aten.cumsum", "aten.sum"})
 Decided = int | str
 
 
-def choices(term: Term, rows: Any) -> list[int]:
-    """How many experts per token the scores ``term`` may give a say: candidates for K, smallest first.
-
-    Every top-k, argmax or tensor of ids [rows, K] that they are made of is a choice. One choice may prepare another
-    (groups before experts), so the last alone and all together are candidates.
-    """
-    found: list[tuple[Term, int]] = []
-    for inner, _ in zip(term.walk(), range(400), strict=False):
-        if inner.op in ("TopIds", "TopValues") and isinstance(inner.attrs[0], int):
-            if inner.args[0].number not in {t.args[0].number for t, _ in found if t.args}:
-                found.append((inner, inner.attrs[0]))
-        elif inner.op == "aten.argmax" or (inner.op == "getitem" and inner.args and inner.args[0].op == "aten.max"):
-            found.append((inner, 1))
-        elif inner.dtype in (torch.int64, torch.int32) and inner.nodes and _from_table(inner):
-            if inner.numel == rows:
-                found.append((inner, 1))
-            elif inner.shape and isinstance(inner.shape[-1], int) and inner.numel == rows * inner.shape[-1]:
-                found.append((inner, inner.shape[-1]))
-    if not found:
-        return []
-    last = [k for t, k in found if not any(o is not t and o.mentions(t, 400) for o, _ in found)]
-    return sorted({max(last), sum(last), sum(k for _, k in found)})
-
-
 def prove_scores(
     view: GraphView, scores: fx.Node, experts: int, rows: Any, capacity: Any = None, dispatch: fx.Node | None = None
 ) -> int | Refusal:
@@ -77,12 +53,6 @@ def prove_scores(
         experts, rows, capacity: E, T and C, sizes or expressions.
         dispatch: [T, E, C], the mask by which tokens are put into slots.
     """
-    counts = [k for k in choices(view.terms.term(scores), rows) if k <= experts]
-    if not counts or counts[0] >= experts:
-        return Refusal(
-            "every expert runs on every token and none is left out: the scores are not made from a choice of experts.",
-            scores,
-        )
     outputs = [scores] if dispatch is None else [scores, dispatch]
     frontier = _frontier(view, outputs)
     if isinstance(frontier, Refusal):
@@ -90,6 +60,12 @@ def prove_scores(
     region = slice_region(view, "scores", {f"free{i}": n for i, n in enumerate(frontier)}, outputs)
     if isinstance(region, Refusal):
         return region
+    counts = [k for k in _choices(region, rows) if k < experts]
+    if not counts:
+        return Refusal(
+            "every expert runs on every token and none is left out: the scores are not made from a choice of experts.",
+            scores,
+        )
     inexact = next((n for n in region.nodes if _is_inexact(n, capacity)), None)
     if inexact is not None:
         return Refusal("positions of tokens are counted in half precision, where they are not exact.", inexact)
@@ -102,6 +78,33 @@ def prove_scores(
 
 
 _DECIDED: dict[tuple[Any, ...], Decided] = {}
+
+
+def _choices(region: Region, rows: Any) -> list[int]:
+    """How many experts per token the scores may give a say: candidates for K, smallest first.
+
+    Every top-k, argmax or tensor of ids [rows, K] that they are made of is a choice. One choice may prepare another
+    (groups before experts), so the last alone and all together are candidates. What stands before the frontier does
+    not count: a router further up says nothing about these scores.
+    """
+    terms = region.view.terms
+    found: dict[int, tuple[Term, int]] = {}
+    for node in (*region.inputs.values(), *region.nodes):
+        term = terms.term(node)
+        if term.op in ("TopIds", "TopValues") and isinstance(term.attrs[0], int):
+            found.setdefault(term.args[0].number, (term, term.attrs[0]))
+        elif term.op == "aten.argmax" or (term.op == "getitem" and term.args and term.args[0].op == "aten.max"):
+            found[term.number] = (term, 1)
+        elif term.dtype in (torch.int64, torch.int32) and _from_table(term):
+            if term.numel == rows:
+                found[term.number] = (term, 1)
+            elif term.shape and isinstance(term.shape[-1], int) and term.numel == rows * term.shape[-1]:
+                found[term.number] = (term, term.shape[-1])
+    if not found:
+        return []
+    chosen = list(found.values())
+    last = [k for t, k in chosen if not any(o is not t and o.mentions(t, 400) for o, _ in chosen)]
+    return sorted({max(last), sum(last), sum(k for _, k in chosen)})
 
 
 # -- what the scores are made of ------------------------------------------------------------------------------------
@@ -240,7 +243,20 @@ def _at(region: Region, dims: Dims, tokens: int, experts: int, slots: int, count
 
 def _kinds(region: Region) -> list[str]:
     beyond = sorted({abs(c) for c in region.constants() if 1 < abs(c) < 1e4})
-    return ["1", "1", "30", "ties", "equal", "one", "ids", *(f"{1.7 * c:g}" for c in beyond[:1] + beyond[-1:])]
+    # Small logits make flat scores, of which many pass a threshold; large ones make a single winner.
+    return [
+        "1",
+        "1",
+        "0.3",
+        "0.05",
+        "4",
+        "30",
+        "ties",
+        "equal",
+        "one",
+        "ids",
+        *(f"{1.7 * c:g}" for c in beyond[:1] + beyond[-1:]),
+    ]
 
 
 def _check_slots(dispatch: Tensor, nonzero: Tensor) -> bool:

@@ -16,6 +16,10 @@ def activation(name: str, gate: float, up: float | None, alpha: float, limit: fl
     def sigmoid(v: float) -> float:
         return 1 / (1 + math.exp(-v)) if v > -700 else 0.0
 
+    if name == "silu_softcap":
+        assert up is not None
+        capped = up if limit is None else limit * math.tanh(up / limit)
+        return alpha * math.tanh(gate / alpha) * sigmoid(gate) * capped
     u = None if up is None else max(-bound, min(bound, up))
     if name == "silu_clamp":
         value = min(gate * sigmoid(gate), bound)

@@ -36,6 +36,9 @@ FAMILIES: dict[tuple[str, str], dict[str, Any]] = {
     ("minimax_m3_vl", "MiniMaxM3VLExperts"): {
         "act": "swiglu_oai", "alpha": 1.625, "limit": 6.5, "interleaved": False, "weight_layout": "enk",
     },
+    ("inkling2", "Inkling2Experts"): {
+        "act": "silu_softcap", "alpha": 4.0, "limit": 25.0, "weight_layout": "enk",
+    },
     ("deepseek_v4", "DeepseekV4Experts"): {"act": "silu", "limit": 6.5, "weight_layout": "enk"},
     ("nemotron_h", "NemotronHExperts"): {"act": "relu2", "weight_layout": "enk"},
     ("gemma4", "Gemma4TextExperts"): {"act": "gelu_tanh", "weight_layout": "enk"},

@@ -109,6 +109,32 @@ def test_near_misses_are_refused(spec, words):
     refused(spec, *words)
 
 
+class Threshold(nn.Module):
+    """Experts above a threshold have a say. The top-k of a layer before says nothing about how many that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block(replace(DENSE, scale=1.0), torch.float32)
+        self.choice = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+    def forward(self, x):
+        values, _ = nn.functional.linear(x, self.choice).softmax(-1).topk(4, dim=-1)
+        x = x * values.sum(-1, keepdim=True)
+        probs = nn.functional.linear(x, self.inner.gate).softmax(-1)
+        scores = probs * (probs > 0.18)
+        w13, w2 = self.inner.weights()
+        h = self.inner.activate(torch.einsum("th,ehn->ten", x, w13))
+        return torch.einsum("te,teh->th", scores, torch.einsum("tei,eih->teh", h, w2))
+
+
+def test_a_choice_further_up_is_not_this_block_s():
+    module, x = Threshold(), torch.randn(9, HIDDEN)
+    with torch.no_grad():
+        got, run = compiled(module, x)
+        assert_near(got, module(x), torch.float32)
+    assert run.outcome.matches == () and "not made from a choice" in run.reasons[0], run.reasons
+
+
 class Slots(nn.Module):
     """Capacity with one step that a test can change."""
 

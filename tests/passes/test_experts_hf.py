@@ -139,7 +139,6 @@ def test_weights_whose_token_count_is_not_known_to_be_that_of_x_are_refused():
 @pytest.mark.parametrize(
     ("model", "name", "words"),
     [
-        ("inkling2", "Inkling2Experts", ("no activation of the table", "tanh")),
         ("muse_spark", "MuseSparkExperts", ("also reads",)),
     ],
 )
