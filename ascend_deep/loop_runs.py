@@ -150,8 +150,11 @@ class Rig:
 
 @contextmanager
 def quiet(module: nn.Module, training: bool, seed: int = 5) -> Iterator[None]:
-    """Within this context the module is in the given mode; the random state and all modes come back afterwards."""
-    before = [(m, m.training) for m in module.modules()]
+    """Within this context the module is in the given mode; random state, modes and attributes come back afterwards.
+
+    A forward may set attributes of its module, such as a capacity that it computes from the number of tokens.
+    """
+    before = [(m, dict(vars(m))) for m in module.modules()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for m, _ in before:
@@ -160,7 +163,10 @@ def quiet(module: nn.Module, training: bool, seed: int = 5) -> Iterator[None]:
             yield
         finally:
             for m, was in before:
-                m.training = was
+                now = vars(m)
+                for name in [n for n in now if n not in was]:
+                    del now[name]
+                now.update(was)
 
 
 class _Reads(TorchFunctionMode):

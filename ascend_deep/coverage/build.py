@@ -105,7 +105,8 @@ def randomise(model: nn.Module) -> None:
         for module in model.modules():
             table = getattr(module, "tid2eid", None)  # expert ids of every token: init sends all to expert 0
             if isinstance(table, Tensor):
-                order = torch.rand(len(table), int(module.num_experts), generator=generator).argsort(-1)
+                experts: Any = module.num_experts
+                order = torch.rand(len(table), experts, generator=generator).argsort(-1)
                 table.copy_(order[:, : table.shape[1]])
 
 

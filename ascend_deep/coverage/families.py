@@ -81,7 +81,7 @@ class Family:
         return self.name.partition("-")[0]
 
 
-def _f(name: str, model_type: str = "", **options: Any) -> Family:
+def _f(name: str, model_type: str = "", /, **options: Any) -> Family:
     known = {k: options.pop(k) for k in ("config", "model", "own_experts", "inputs", "layers", "third") if k in options}
     return Family(name, model_type or name, options, **known)
 
@@ -175,12 +175,16 @@ FAMILIES: tuple[Family, ...] = (
     _f(
         "nllb_moe",
         "nllb-moe",
-        own_experts="NllbMoeSparseMLP",
+        own_experts="NllbMoeExperts",
         inputs="decoder",
-        **dict.fromkeys(("encoder_layers", "decoder_layers", "num_hidden_layers"), 1),
-        **dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 1),
-        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
     ),
     _f("olmoe"),
     _f("openai_privacy_filter"),
@@ -202,7 +206,9 @@ FAMILIES: tuple[Family, ...] = (
         "qwen4_exp",
         "qwen4_exp_text",
         layer_types=["linear_attention"],
-        **dict.fromkeys(("split_ngram_parts", "heads_per_ngram", "indexer_compress_ratio"), 2),
+        split_ngram_parts=2,
+        heads_per_ngram=2,
+        indexer_compress_ratio=2,
         ngram_vocab_size_base=200,
         indexer_kv_heads=1,
         indexer_budget=4,
@@ -211,10 +217,12 @@ FAMILIES: tuple[Family, ...] = (
     _f("step3p7", own_experts="Step3p7Experts", config="Step3p7TextConfig", model="Step3p7TextModel"),
     _f(
         "switch_transformers",
-        own_experts="SwitchTransformersSparseMLP",
+        own_experts="SwitchTransformersExperts",
         inputs="decoder",
-        **dict.fromkeys(("num_layers", "num_decoder_layers"), 2),
-        **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
+        num_layers=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
         d_kv=16,
     ),
     _f("unlimited_ocr", "unlimited_ocr_text", model="UnlimitedOcrTextModel"),

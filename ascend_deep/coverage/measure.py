@@ -208,10 +208,10 @@ def _reason(op: str, report: Report, breaks: Sequence[str], left: Mapping[str, s
     if op == "moe_experts":
         said += [f"prepare left it: {reason}" for reason in dict.fromkeys(left.values())]
     said += dict.fromkeys(m.reason for m in report.misses if m.recogniser in (*_RECOGNISERS[op], "capture"))
-    if not said and breaks:
-        said.append(f"Dynamo ends the graph inside the block: {breaks[0]}")
-    if not said:
+    if not said and (op == "moe_route" or not breaks):
         said.append(_NOTHING[op])
+    if breaks and op == "moe_experts":
+        said.append(f"Dynamo ends the graph inside the block: {breaks[0]}")
     return " ".join(_sentence(s) for s in said[:3])
 
 
