@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ascend_deep import lowering
+from ascend_deep import _predict, lowering
 from ascend_deep.graph_breaks import graph_breaks
 from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.native import table
@@ -77,7 +77,9 @@ def ascend_deep(
     ours = {} if cached else dict(outcome.timings)
     outcome = replace(outcome, timings={**ours, "downstream": max(0.0, seconds - sum(ours.values()))})
     after = sum(n.op == "call_function" for n in gm.graph.nodes)
-    report = record(outcome, replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after))
+    predicted = _predict.notes(gm, chosen.target) if outcome.matches else ()
+    done = replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after, notes=predicted)
+    report = record(outcome, done)
     _tell(outcome, report)
     if chosen.report:
         try:
@@ -241,7 +243,7 @@ def _tell(outcome: Outcome, report: Report) -> None:
     """One WARNING per process for a compile without matches and one per broken expert loop, details at INFO."""
     _BREAKS.tell()
     without_tokens = bool(outcome.misses) and all(m.reason == NO_TOKENS for m in outcome.misses)
-    if not outcome.matches and not report.matches and not is_collecting() and not without_tokens:
+    if not (outcome.matches or report.matches or report.own_calls or is_collecting() or without_tokens):
         _warn_once()
     if outcome.untouched:
         log.info("graph handed over untouched: %s", outcome.untouched)

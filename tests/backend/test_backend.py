@@ -395,3 +395,15 @@ def test_an_error_in_a_recogniser_costs_one_match_and_no_compile(step, monkeypat
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
     assert ascend_deep.last_report().counts() == {"moe_experts": 1}
     assert any("a mistake of ours" in r.getMessage() and "Please report this" in r.getMessage() for r in caplog.records)
+
+
+def test_a_model_that_calls_our_ops_gets_no_warning_that_nothing_was_fused(caplog):
+    backend_module._warn_once.cache_clear()
+
+    def layer(h):
+        return ascend_deep.ops.swiglu(h, act="gelu") + 1
+
+    with caplog.at_level(logging.WARNING, "ascend_deep"):
+        torch.compile(layer, backend="ascend_deep", options=EAGER)(torch.randn(3, 8))
+    assert not [r for r in caplog.records if "fused nothing" in r.message]
+    assert ascend_deep.last_report().own_calls
