@@ -121,8 +121,8 @@ class Prediction:
 
     def __str__(self) -> str:
         if self.seconds.is_number:
-            return f"{float(self.seconds) * 1e6:.1f} us predicted, bound by {self.bound}; not measured"
-        return f"{sympy.nsimplify(self.seconds, rational=False)} s predicted, bound by {self.bound}; not measured"
+            return f"{float(self.seconds) * 1e6:.3g} us predicted, bound by {self.bound}; not measured"
+        return f"{sympy.N(self.seconds, 3)} s predicted, bound by {self.bound}; not measured"
 
 
 T, K, E, H, I, S, D, N = sympy.symbols("T K E H I S D N", positive=True)
