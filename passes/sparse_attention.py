@@ -18,15 +18,17 @@ chosen one that a gather is faster than a dense product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
+from ascend_deep.native import table
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import GraphView
-from ascend_deep.passes.mqa_family import arrange
+from ascend_deep.passes.mqa_family import arrange, run
 from ascend_deep.passes.region import Region
 from ascend_deep.passes.sparse_attention_cut import cuts
 from ascend_deep.passes.sparse_attention_family import CANONICAL, Bench, fit
@@ -49,7 +51,9 @@ class SparseAttention:
 
     def cut(self, view: GraphView, anchor: fx.Node) -> Sequence[Region] | Refusal:
         """The attention behind the mask, one region per layout."""
-        return cuts(view, anchor, self.name)
+        regions = cuts(view, anchor, self.name)
+        refusal = _no_kernel(regions[0]) if isinstance(regions, list) and regions else None
+        return refusal or regions
 
     def solve(self, region: Region) -> Solution | Refusal:
         """The scale, and what rows without a visible key give."""
@@ -98,6 +102,28 @@ class SparseAttention:
         )
         out = build.item(attended, 0)
         return [_restored(build, out, bench.layouts["out"], region.outputs[0].meta["val"])]
+
+
+def _no_kernel(region: Region) -> Refusal | None:
+    """Off the CPU, the refusals of every provider: the reference body is slower than dense attention there."""
+    values = {role: node.meta["val"] for role, node in region.inputs.items()}
+    device = values["q"].device.type
+    if device == "cpu":
+        return None
+    bench = Bench(region)
+    with getattr(values["q"], "fake_mode", None) or nullcontext():
+        operands = [arrange(run, values[r], bench.layouts[r], CANONICAL[r]) for r in CANONICAL]
+        masks = [arrange(run, values[r], bench.layouts[r], "BHST") for r in bench.masks]
+        sink = arrange(run, values["sink"], bench.layouts["sink"], "H") if "sink" in values else None
+    args = (*operands, masks[0] if masks else None, sink)
+    choice = table.choose("sparse_mqa_attention", device, args, {"scale": 1.0, "empty": "zero", "fill": -1e30})
+    if choice.provider is not None:
+        return None
+    return Refusal(
+        f"no kernel of sparse_mqa_attention takes this call on {device}, where dense attention with the mask is faster "
+        f"than the reference ({'; '.join(map(str, choice.refusals)).rstrip('.')}).",
+        region.outputs[0],
+    )
 
 
 def _runs(bench: Bench, dims: Any) -> bool:

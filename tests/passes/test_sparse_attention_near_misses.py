@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ascend_deep import ops
 from ascend_deep.native import table
+from ascend_deep.native._provider import Provider
 from ascend_deep.passes import rewrite
 from ascend_deep.passes.capture import capture
 from ascend_deep.passes.gates import Proof, prove
@@ -232,6 +234,29 @@ def test_device_without_a_kernel(monkeypatch) -> None:
     run, backend = compiled(sdpa_bool)
     same(sdpa_bool, run, operands(2, 7, 21))
     assert backend.found == [] and "there is no kernel of sparse_mqa_attention for cpu" in backend.reasons[0]
+
+
+def test_device_whose_kernel_does_not_take_the_call(monkeypatch) -> None:
+    """The sentence of the provider that refuses is part of ours; one that accepts is enough."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm, _):
+        graphs.append(capture(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(sdpa_bool, backend=backend, fullgraph=True)(*(t.to("meta") for t in operands(2, 7, 21)))
+    view = GraphView(graphs[0].graph)
+    (anchor,) = RECOGNISER.find(view)
+    kernels = {"sparse_mqa_attention": ops.reference("sparse_mqa_attention")}
+    for limits in ({}, {"sparse_mqa_attention": lambda q, k, *_, **__: f"k has {k.shape[1]} heads; it takes one."}):
+        other = Provider("other", "meta", lambda: None, kernels=kernels, limits=limits)
+        monkeypatch.setattr(table, "PRIORITY", {"meta": (other,)})
+        found = RECOGNISER.cut(view, anchor)
+        if not limits:
+            assert isinstance(found, list)
+        else:
+            assert "takes this call on meta" in found.reason and "other: k has 2 heads; it takes one)." in found.reason
 
 
 # -- mutations ------------------------------------------------------------------------------------------------------
