@@ -174,7 +174,8 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
             wrong = _unusual(module, name)
             if wrong is not None:
                 return 5, wrong
-    if "forward" in vars(module):
+    own = vars(module).get("forward")  # a module that was pickled when prepared has its class's forward there
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return 5, "its forward was replaced on the instance."
     source = read(type(module))
     if isinstance(source, str):

@@ -151,6 +151,7 @@ def read(kind: type) -> Source | str:
         return "the source of its forward is not available, so that its loop cannot be replaced."
     if not isinstance(tree, ast.FunctionDef):
         return "its forward is not a plain function definition."
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # tracebacks name the lines of the file
     decorators = [ast.unparse(d) for d in tree.decorator_list]
     unknown = [d for d in decorators if d not in _WITHOUT_GRADIENT]
     if unknown:

@@ -64,6 +64,12 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     return {**ours, torch.ops.aten.squeeze.dims: _squeeze}
 
 
+def _guards() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
+    """The run-time check that ``prepare`` puts before experts, if it was used, is left out: no engine can call it."""
+    guard = getattr(torch.ops.ascend_deep, "loop_guard", None)
+    return {guard.default: lambda idx, stack: idx.clone()} if guard is not None else {}
+
+
 def _squeeze(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """``squeeze`` of several dimensions, which torchair of torch_npu 2.13 does not convert, one by one."""
     for dim in sorted((d % x.dim() for d in dims), reverse=True):
@@ -76,7 +82,7 @@ def backend(config: Any = None) -> Callable[..., Any]:
     import torchair
 
     made: Callable[..., Any] = torchair.get_npu_backend(
-        compiler_config=config or torchair.CompilerConfig(), custom_decompositions=dict(decompositions())
+        compiler_config=config or torchair.CompilerConfig(), custom_decompositions={**decompositions(), **_guards()}
     )
     return made
 
