@@ -24,7 +24,7 @@ from ascend_deep.passes import experts_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.experts_cut import cut_routed
-from ascend_deep.passes.experts_dense import cut_dense
+from ascend_deep.passes.experts_dense import cut_dense, is_weighed
 from ascend_deep.passes.experts_products import Pair, pair_of
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.region import Region
@@ -45,7 +45,7 @@ class ExpertsBatched:
         found = []
         for node in view.calls(*_CALLS):
             pair = self._pair(view, node)
-            if pair is not None:
+            if pair is not None and (pair.first.kind == "batched" or is_weighed(view, pair)):
                 found.append(node)
         return found
 

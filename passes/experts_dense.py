@@ -27,11 +27,25 @@ from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.normal_form import Term
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["cut_dense"]
+__all__ = ["cut_dense", "is_weighed"]
 
 # Functions of one score that may stand between the scatter of the chosen scores and the experts.
 _SCORE_CALLS = frozenset({"aten.sigmoid", "aten._to_copy", "aten.tanh", "aten.exp", "aten.relu"})
 _ID_TYPES = (torch.int64, torch.int32)
+
+
+def is_weighed(view: GraphView, pair: Pair) -> bool:
+    """True if tokens enter the pair and something weighs its results: else it is no block of experts at all."""
+    found = _tokens(pair)
+    if found is None:
+        return False
+    x, dispatch, tokens, hidden, rows = found
+    outputs = outputs_of(view, pair.second, tokens, hidden, rows, x)
+    if isinstance(outputs, Refusal):
+        return False
+    experts = pair.first.stored.shape[0]
+    wanted = tokens * experts if dispatch is None else dispatch.numel
+    return any(True for _ in _weighing(view, pair, outputs[0], wanted, x))
 
 
 def cut_dense(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refusal:
@@ -180,18 +194,21 @@ def moved_through_products(rows: Term) -> Iterator[Term]:
 
 def _scores(view: GraphView, pair: Pair, out: fx.Node, wanted: Any, experts: Any, x: Term) -> Term | Refusal:
     """The one tensor of ``wanted`` elements that weighs the experts' results."""
-    found: dict[int, Term] = {}
-    for _, term in _reads(view, pair, out):
-        if term in (pair.first.weight, pair.second.weight, pair.first.rows) or not term.is_float:
-            continue
-        base = _shrunk(term, wanted)
-        if base is not None and base is not x and base.op not in ("placeholder", "get_attr"):
-            found.setdefault(base.number, base)
+    found = {base.number: base for base in _weighing(view, pair, out, wanted, x)}
     if not found:
         return Refusal("every expert runs on every token, and nothing was found that weighs their results.", out)
     if len(found) > 1:
         return Refusal("the results of the experts are weighed more than once.", out)
     return next(iter(found.values()))
+
+
+def _weighing(view: GraphView, pair: Pair, out: fx.Node, wanted: Any, x: Term) -> Iterator[Term]:
+    for _, term in _reads(view, pair, out):
+        if term in (pair.first.weight, pair.second.weight, pair.first.rows) or not term.is_float:
+            continue
+        base = _shrunk(term, wanted)
+        if base is not None and base is not x and base.op not in ("placeholder", "get_attr"):
+            yield base
 
 
 def _shrunk(term: Term, wanted: Any) -> Term | None:

@@ -167,7 +167,8 @@ def stored_problem(pair: Pair) -> Refusal | None:
     first, second = pair.first, pair.second
     if pair.others:
         return Refusal(
-            "gate and up have separate weights, and the op takes one tensor that holds both.",
+            "gate and up have separate weights, and the op takes one tensor that holds both; joining them on every "
+            "call would copy the weights.",
             first.term.node,
             "Store gate and up as one parameter [E, 2I, H], or call ascend_deep.prepare(model).",
         )

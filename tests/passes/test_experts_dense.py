@@ -135,6 +135,24 @@ def test_a_choice_further_up_is_not_this_block_s():
     assert run.outcome.matches == () and "not made from a choice" in run.reasons[0], run.reasons
 
 
+class Blocks(nn.Module):
+    """A block-diagonal MLP: every product runs for every token, nothing weighs, and nobody asked about experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block(Spec(), torch.float32)
+
+    def forward(self, x):
+        w13, w2 = self.inner.weights()
+        h = self.inner.activate(torch.bmm(x.expand(EXPERTS, -1, -1), w13))
+        return torch.bmm(h, w2).sum(0)
+
+
+def test_products_that_nothing_weighs_are_not_mentioned():
+    _, run = compiled(Blocks(), torch.randn(9, HIDDEN))
+    assert run.outcome.matches == () and run.reasons == []
+
+
 class Slots(nn.Module):
     """Capacity with one step that a test can change."""
 

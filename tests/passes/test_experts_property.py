@@ -16,7 +16,7 @@ SPECS = st.builds(Spec, **{name: st.sampled_from(values) for name, values in CHO
 
 
 @settings(
-    max_examples=70, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(SPECS, st.sampled_from((torch.float64, torch.float64, torch.float32)), st.booleans())
 # Found by the property: ids that are clamped are not those that the block began with.
