@@ -171,7 +171,8 @@ class Pipeline:
         for anchor in [] if isinstance(anchors, Refusal) else anchors:
             if anchor in taken or rewrite.SHADOWED in anchor.meta:
                 continue
-            regions = _nothing_to_compute(anchor) or _or_refusal(recogniser, recogniser.cut, view, anchor)
+            empty = _nothing_to_compute(anchor)
+            regions = empty if empty is not None else _or_refusal(recogniser, recogniser.cut, view, anchor)
             if isinstance(regions, Refusal):
                 refused.append((anchor, regions))
                 show.record(recogniser.name, view, anchor, (), f"left: {regions.reason}")
