@@ -112,7 +112,9 @@ class Pipeline:
         parts: list[Outcome] = []
         for name, body, caller in bodies:
             if name != "tag_activation_checkpoint":
-                parts.append(Outcome(misses=(_body_miss(name, caller, f"the body of {name} is not rewritten."),)))
+                reason = _HIGHER_ORDER.get(name, f"the graph runs {name}, a higher-order op")
+                reason += "; a graph with one is left as it is, checkpointed regions aside."
+                parts.append(Outcome(misses=(_body_miss(name, caller, reason),)))
                 continue
             rewrite.give_example_values(body, caller)
             part = Pipeline(self.recognisers, self.verify, self.device, self.strict, self.allow_fp8).run(body)
@@ -295,6 +297,10 @@ _HEAVY = frozenset(
         "aten.scaled_dot_product_attention", "aten.convolution", "transformers.grouped_mm_fallback",
     }
 )  # fmt: skip
+
+
+# What higher-order ops stand for in a model.
+_HIGHER_ORDER = {"autograd_function_apply": "the graph runs a torch.autograd.Function that the model defines"}
 
 
 # -- details --------------------------------------------------------------------------------------------------------
