@@ -73,8 +73,9 @@ Rows sort_rows(const Tensor& idx, const Tensor& weights, int64_t expert_offset, 
     // Weights with stride 1 along n have no product for plain rows next to panels.
     const int64_t most = columns && full ? 0 : isa.left_over[std::min<int64_t>(full, 2)];
     const int64_t panels = rest > most ? rows + isa.lanes - rest : rows - rest;
-    // Reading a weight takes as long as about 24 products with it.
-    r.experts.push_back({e, start[e], rows, panels, r.hidden_rows, std::max<int64_t>(rows, 24)});
+    // A plain row takes as long as two rows of a panel, reading a weight as long as about 24 products with it.
+    const int64_t products = panels + 2 * std::max<int64_t>(rows - panels, 0);
+    r.experts.push_back({e, start[e], rows, panels, r.hidden_rows, std::max<int64_t>(products, 24)});
     r.hidden_rows += std::max(rows, panels);
   }
   r.token.resize(start[experts]);

@@ -19,19 +19,51 @@ constexpr int64_t kAcc = kLanes == 16 ? 8 : 4;  // weight rows held in registers
 // is `wrap` neighbouring lines, then as many at a distance of `jump` bytes, and so on.
 struct Ahead {
   const char* stream[kTile];
-  int64_t every = 16;  // elements of k, a multiple of 16
+  int64_t every = 16;  // elements of k, a power of two, at least 16
   int64_t wrap = INT32_MAX;
   int64_t jump = 0;
   int64_t end = INT32_MAX;  // lines of a stream
   int64_t first = 0, last = 0;
+};
 
-  AD_INLINE void issue(int64_t k) const {
-    if (first == last || k % every) return;
-    const auto line = static_cast<uint32_t>(k / every), run = static_cast<uint32_t>(wrap);
-    if (line >= end) return;
-    const int64_t at = line / run * jump + line % run * 64;
-    for (int64_t j = first; j < last; ++j) __builtin_prefetch(stream[j] + at, 0, 2);
+// The place of one product in the streams.
+class Cursor {
+ public:
+  AD_INLINE explicit Cursor(const Ahead& a)
+      : ahead_(a), streams_(a.stream + a.first), count_(a.last - a.first), left_(count_ ? a.end : 0), run_(a.wrap) {}
+
+  // Whether lines are due at k, a multiple of 16.
+  AD_INLINE bool due(int64_t k) const { return left_ > 0 && (k & (ahead_.every - 1)) == 0; }
+
+  // A line of each of the streams [from, to).
+  AD_INLINE void some(int64_t from, int64_t to) const {
+    // Hides from the compiler that the addresses are those of last time: kept in registers they would push others out.
+    const char* const* s = streams_;
+    asm volatile("" : "+r"(s));
+    for (int64_t j = from; j < to; ++j) {
+      if (j < count_) __builtin_prefetch(s[j] + at_, 0, 2);
+    }
   }
+
+  AD_INLINE void next() {
+    --left_;
+    at_ += 64;
+    if (--run_ == 0) {
+      run_ = ahead_.wrap;
+      at_ += ahead_.jump - 64 * ahead_.wrap;
+    }
+  }
+
+  AD_INLINE void issue(int64_t k) {
+    if (!due(k)) return;
+    some(0, kTile);
+    next();
+  }
+
+ private:
+  const Ahead& ahead_;
+  const char* const* streams_;
+  int64_t count_, left_, run_, at_ = 0;
 };
 
 template <int MB, typename W>
@@ -42,8 +74,9 @@ AD_INLINE void dot_tile(const W* const* rows, const float* x, int64_t ldx, int64
   for (int j = 0; j < kAcc; ++j) r[j] = rows[j];
   Vec acc[MB][kAcc] = {};
   int64_t k = 0;
+  Cursor cursor(ahead);
   for (; k + kLine <= depth; k += kLine) {
-    ahead.issue(k);
+    cursor.issue(k);
 #pragma GCC unroll 8
     for (int64_t u = 0; u < kLine; u += kLanes) {
       Vec xv[MB];
@@ -108,12 +141,16 @@ AD_INLINE void outer_tile(const float* const* rows, const float* panel, int64_t 
     }
   };
   constexpr int64_t kUnroll = 4;
+  Cursor cursor(ahead);
   for (int64_t k = 0; k + 16 <= depth; k += 16) {
-    ahead.issue(k);
+    const bool due = cursor.due(k);
     for (int64_t u = 0; u < 16; u += kUnroll) {
+      // Spread out: the lines of all streams at once would keep the loads of the product waiting.
+      if (due) cursor.some(u / 2, u / 2 + 2);
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kUnroll; ++v) step(k + u + v);
     }
+    if (due) cursor.next();
   }
   for (int64_t left = depth % 16; left > 0; --left) step(depth - left);
 #pragma GCC unroll 8
