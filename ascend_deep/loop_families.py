@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Family", "families", "is_owner", "twin"]
+__all__ = ["Family", "alias", "copied_elements", "families", "is_owner", "twin"]
 
-_MOST_FAMILIES = 8  # gate, up and down with a bias each, and two to spare; a decoder layer has more
+_MOST_MATRICES = 5  # gate, up and down, and two to spare for a reason; most decoder layers have more
 _STEP = 977  # elements by which the windows of two experts are apart
 
 
@@ -93,9 +93,14 @@ def is_owner(module: nn.Module) -> bool:
     ]
     if len(own) < 2 and not containers:
         return False
-    near = [f for f in families(module) if _depth(f) <= 1]
-    matrices = [f for f in near if len(f.shape) == 2]
-    return len(matrices) >= 2 and len(near) <= 2 * _MOST_FAMILIES
+    near = [f for f in families(module) if len(f.shape) == 2 and _depth(f) <= 1]
+    return 2 <= len(near) <= _MOST_MATRICES
+
+
+def copied_elements(module: nn.Module) -> int:
+    """How many elements ``twin`` has to make for parameters that are no expert's."""
+    held = {name for family in families(module) for name in family.names}
+    return sum(p.numel() for name, p in module.named_parameters() if name not in held)
 
 
 def _depth(family: Family) -> int:

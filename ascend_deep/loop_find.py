@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascend_deep.loop_families import Family, families, is_owner, twin
+from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
 from ascend_deep.loop_runs import Record, Rig, quiet
@@ -25,6 +25,7 @@ from ascend_deep.loop_state import Call
 __all__ = ["Loop", "LoopSpec", "is_named_so", "line", "owners", "parents", "resolve"]
 
 _MANY = 260
+_MOST_COPIED = 150_000_000  # elements of other parameters in the module that is copied for the trials
 _WORK = 2_000_000_000  # tokens times elements of a matrix, for the longest trial
 _SHAPES = ((1, 1), (2, 1), (1, 7), (2, 32))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,6 +117,9 @@ def resolve(model: nn.Module, path: str, cache: dict[Any, Any]) -> Loop | tuple[
     for target, entry in ((path, path), (path, around[0]), (around[0], around[0]), (around[0], around[1])):
         if target is None or entry is None:
             continue
+        around_it = model.get_submodule(entry)
+        if type(around_it).forward is nn.Module.forward or copied_elements(around_it) > _MOST_COPIED:
+            continue  # a mere container, or most of a model
         found = _search(model, target, entry, path, cache)
         if isinstance(found, Loop):
             return found

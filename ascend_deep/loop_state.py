@@ -145,7 +145,7 @@ class Experts:
         self.b2: Any = None
         self.fresh = False
         self.device = ""
-        self.dtype = torch.float32
+        self._place = 0
         self._warned = ""
         self._identities: tuple[list[dict[str, Any]], list[str], list[Any]] = ([], [], [])
         self._classes: tuple[list[nn.Module], list[type]] = ([], [])
@@ -159,7 +159,9 @@ class Experts:
     # -- calls --------------------------------------------------------------------------------------------------------
     def usable(self, training: bool) -> bool:
         """Whether the op may take this call. Eager calls look at every expert; compiled graphs look when they run."""
-        if training not in self.modes or (not self.autocast and torch.is_autocast_enabled(self.device)):
+        if training not in self.modes:
+            return False
+        if not self.autocast and self.device != "meta" and torch.is_autocast_enabled(self.device):
             return False
         return self.fresh if torch.compiler.is_compiling() else self.refresh() is None
 
@@ -286,17 +288,18 @@ class Experts:
             return f"its loop was not compared with moe_experts in {first.dtype}."
         if len({id(p) for p in every}) != len(every):
             return "two of its experts share a parameter."
-        _LIVE.pop(self.w2.data_ptr() if isinstance(self.w2, Tensor) else None, None)
+        _LIVE.pop(self._place, None)
         for index, name in enumerate(("w13", "b13", "w2", "b2")):
             stack = self.stacks[index]
             if stack is None or stack.direct:
                 continue
             setattr(self, name, _stacked(stack))
         self._known = (every, [p.data_ptr() for p in every], [p.requires_grad for p in every])
-        self.device, self.dtype = first.device.type, first.dtype
+        self.device = first.device.type
         guarded = self.w13 if self.w13 is not None else self.w2
         if guarded is not None and guarded.device.type != "meta":
-            _LIVE[guarded.data_ptr()] = self
+            self._place = guarded.data_ptr()
+            _LIVE[self._place] = self
         return None
 
     def release(self) -> None:
