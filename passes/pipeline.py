@@ -110,8 +110,12 @@ class Pipeline:
     def _run_bodies(self, gm: fx.GraphModule, bodies: Sequence[tuple[str, fx.GraphModule, fx.Node]]) -> Outcome:
         """A graph with higher-order ops cannot be captured whole: rewrite each body, leave the surroundings."""
         parts: list[Outcome] = []
+        named: set[fx.Node] = set()
         for name, body, caller in bodies:
+            if caller in named:  # the other body of a forward and a backward
+                continue
             if name != "tag_activation_checkpoint":
+                named.add(caller)
                 reason = _HIGHER_ORDER.get(name, f"the graph runs {name}, a higher-order op")
                 reason += "; a graph with one is left as it is, checkpointed regions aside."
                 parts.append(Outcome(misses=(_body_miss(name, caller, reason),)))
