@@ -109,8 +109,8 @@ def _check_scale(op: str, name: str, sf: Tensor, operand_name: str, operand: Ten
 def _not_negative(op: str, name: str, sf: Tensor) -> None:
     if sf.numel() and bool((sf < 0).any()):
         raise ValueError(
-            f"{op}: {name} holds {float(sf.min()):g}; scales must not be negative, because kernels apply them after the "
-            "ReLU."
+            f"{op}: {name} holds {float(sf.min()):g}; scales must not be negative, because kernels apply them after "
+            "the ReLU."
         )
 
 

@@ -180,14 +180,14 @@ def _reference(
     if empty != "zero":
         rest = (grad.to(dtype), None if grad_lse is None else grad_lse.to(dtype))
         _empty(*rest, q, k, v, idx, mask, lse, dq, dk, dv, dmask if need_mask else None, scale, empty, fill)
-    none = q.new_empty(0)
-    dsink = none if sink is None else sink.new_empty(0)
+    # Results never share memory, not even empty ones.
+    dsink = (q if sink is None else sink).new_empty(0)
     if output_mask[4] and sink is not None:
         wide = sink.to(dtype)[:, None]
         missing = -delta if grad_lse is None else grad_lse.to(dtype) - delta
         share = torch.where(lse == -torch.inf, 0.0, (wide - lse.to(dtype)).exp())
         dsink = (share * missing).sum((0, 2)).to(sink.dtype)
-    masked = none if mask is None else mask.new_empty(0)
+    masked = (q if mask is None else mask).new_empty(0)
     if need_mask and mask is not None:
         masked = dmask[..., :keys].sum_to_size(mask.shape).to(mask.dtype).contiguous()
     results = [

@@ -146,6 +146,27 @@ def test_gradients_equal_those_of_dense_attention(sample: ops.Sample) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10, equal_nan=True)
 
 
+@pytest.mark.parametrize("runner", list(RUNNERS))
+def test_rows_that_see_nothing(runner: str) -> None:
+    """What each value of ``empty`` gives, for rows hidden by the mask and rows whose list is all -1."""
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
+    idx = torch.rand(2, 5, 9).argsort(-1)[..., :3]
+    idx[1, 2] = -1
+    keep = torch.ones(2, 1, 5, 9, dtype=torch.bool)
+    keep[0, 0, 4] = False
+    call = RUNNERS[runner](ops.op("sparse_mqa_attention"))
+    for empty in ("zero", "nan", "mean"):
+        attributes = {"scale": 0.3, "empty": empty, "fill": -3e38}
+        out, lse = call(q, k, v, idx, keep, None, **attributes)
+        wanted, wanted_lse = dense(q, k, v, idx, keep, None, **attributes)
+        close(out, wanted, torch.float32)
+        rest = torch.ones(2, 4, 5, dtype=torch.bool)
+        rest[0, :, 4] = rest[1, :, 2] = False
+        close(lse[rest], wanted_lse[rest], torch.float32)
+        value = {"zero": -torch.inf, "nan": torch.nan, "mean": -3e38}[empty]
+        assert torch.equal(lse[~rest], torch.full((8,), value)) or (empty == "nan" and bool(lse[~rest].isnan().all()))
+
+
 def test_gradients_of_nan_rows_are_nan() -> None:
     q, k, v = (torch.randn(1, 2, 4, 6, requires_grad=True) for _ in range(3))
     keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
