@@ -140,12 +140,13 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
             decorated.append((path, module, found))
     if any(spec is not None for _, _, spec in decorated):
         _swap(decorated)
-    loops, refused = _loops(model, verify, {path for path, _, _ in decorated}, cache)
+    about: dict[str, str] = {}
+    loops, refused = _loops(model, verify, {path for path, _, _ in decorated}, cache, about)
     swapped += loops
     done = [*(s.module for s in loops), *(r.module for r in refused)]
     left += refused
     left += [
-        Left(path, kind, _reason_not_decorated(model.get_submodule(path)))
+        Left(path, kind, _reason_not_decorated(model.get_submodule(path), about.get(path)))
         for path, kind in candidates.items()
         if not any(path == other or path.startswith(f"{other}." if other else "") for other in done)
         and not any(other.startswith(f"{path}.") for other in done)
@@ -154,9 +155,9 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
 
 
 def _loops(
-    model: nn.Module, verify: bool, decorated: set[str], cache: dict[Any, Any]
+    model: nn.Module, verify: bool, decorated: set[str], cache: dict[Any, Any], about: dict[str, str]
 ) -> tuple[list[Swapped], list[Left]]:
-    """Find and replace the loops that are written by hand."""
+    """Find and replace the loops that are written by hand; ``about`` gets what was found out about other experts."""
     swapped: list[Swapped] = []
     left: list[Left] = []
     modules = dict(model.named_modules())
@@ -178,6 +179,8 @@ def _loops(
                 continue
             found = (9, wrong)
         if found is not None and found[0] < 3 and _of_transformers(modules[path]):
+            if found[0] == 2:
+                about[path] = found[1]
             continue  # its experts are listed, with what transformers has for such classes
         if found is not None and (found[0] >= 3 or loop_experts.is_named_so(path, modules[path])):
             left.append(Left(path, kind, found[1]))
@@ -189,9 +192,11 @@ def _of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
-def _reason_not_decorated(module: nn.Module) -> str:
+def _reason_not_decorated(module: nn.Module, about: str | None) -> str:
     if hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
         return "its class dispatches through another interface of transformers (quantised experts have their own)."
+    if about is not None:
+        return f"its class does not dispatch through transformers' experts interface, and {about}"
     return _NOT_DECORATED
 
 

@@ -312,6 +312,40 @@ def test_hugging_face_ddp_and_lora_on_the_router(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_hugging_face_lora_on_the_experts(before: bool) -> None:
+    """PEFT puts LoRA on stacked parameters by a parametrisation: the op gets the sum."""
+    model, batch = hugging_face()
+    plain = copy.deepcopy(model)
+    swapped = () if before else ascend_deep.prepare(model).swapped
+    for m in (model, plain):
+        torch.manual_seed(16)
+        for layer in m.model.layers:
+            nn.utils.parametrize.register_parametrization(layer.mlp.experts, "down_proj", _Delta(layer.mlp.experts))
+    swapped = ascend_deep.prepare(model).swapped if before else swapped
+    assert len(swapped) == 2
+    grads = []
+    for m in (model, plain):
+        loss = m(**batch).logits.float().square().mean()
+        loss.backward()
+        delta = m.model.layers[1].mlp.experts.parametrizations.down_proj[0]
+        grads.append((loss.detach(), delta.a.grad, delta.b.grad))
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6)
+    assert float(grads[0][1].abs().max()) > 0
+
+
+class _Delta(nn.Module):
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        count, out, width = experts.down_proj.shape
+        self.a = nn.Parameter(torch.randn(count, 3, width) / 4)
+        self.b = nn.Parameter(torch.randn(count, out, 3) / 4)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 0.7 * self.b @ self.a
+
+
 def _router_delta(delta: torch.Tensor) -> Any:
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         logits = out[0] if isinstance(out, tuple) else out
