@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ascend_deep.coverage.cells import IMPLEMENTATIONS, OWN, PHASES, PREPARED, SHAPES, Cell, Result
+from ascend_deep.coverage.cells import IMPLEMENTATIONS, OWN, PHASES, SHAPES, Cell, Result
 from ascend_deep.coverage.families import FAMILIES
 
 __all__ = ["Baseline", "to_markdown"]
@@ -214,8 +214,7 @@ def _numbers(results: Iterable[Result], notes: dict[str, int]) -> str:
     for result in results:
         for op, text in result.reasons.items():
             way = "" if op in _MOE else f" ({result.cell.way.replace('/', ', ')})"
-            where = "with `prepare`: " if result.cell.implementation == PREPARED and op == "moe_experts" else ""
-            note = f"{f'`{op}`: ' if op else ''}{where}{text}{way}"
+            note = f"{f'`{op}`: ' if op else ''}{text}{way}"
             number = notes.setdefault(note, len(notes) + 1)
             if number not in own:
                 own.append(number)

@@ -1,0 +1,125 @@
+"""A representative part of the table, measured and compared with the stored baseline; and the command itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ascend_deep.cli import app
+from ascend_deep.coverage import build, measure
+from ascend_deep.coverage.cells import Cell, cells_of
+from ascend_deep.coverage.check import compare
+from ascend_deep.coverage.families import FAMILIES
+from ascend_deep.coverage.measure import FamilyBench
+from ascend_deep.coverage.table import Baseline, missing, to_markdown
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BASELINE = Baseline.from_json((DOCS / "coverage.json").read_text(encoding="utf-8"))
+# Routers and experts of different kinds; every implementation, phase and kind of shapes is in it.
+REPRESENTATIVE = ("aria", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gpt_oss", "kolibri1", "llama4",
+                  "mixtral", "nemotron_h", "qwen2_moe", "granitemoe")  # fmt: skip
+WAYS = (
+    ("grouped_mm", "inference", "static"),
+    ("batched_mm", "training", "dynamic"),
+    ("prepared", "training", "static"),
+)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_no_fusion_disappeared(name):
+    bench = FamilyBench(name)
+    wanted = {c for way in WAYS for c in cells_of(bench.family, *([w] for w in way))}
+    found = compare(BASELINE, [bench.measure(c) for c in wanted])
+    assert found.ok, "\n".join(found.lost)
+    assert not found.unknown
+
+
+def test_the_stored_table_is_whole():
+    everything = [c for f in FAMILIES for c in cells_of(f)]
+    assert not missing(BASELINE, everything)
+    assert len(BASELINE.cells) == len(everything)
+    bad = [r.cell.key for r in BASELINE.cells.values() if r.status not in ("fused", "partial", "left")]
+    assert not bad
+    without = [r.cell.key for r in BASELINE.cells.values() if r.status != "fused" and not r.reasons]
+    assert not without
+
+
+def test_the_page_is_made_from_the_baseline():
+    assert (DOCS / "coverage.md").read_text(encoding="utf-8") == to_markdown(BASELINE)
+
+
+def test_a_result_that_differs_from_eager_is_wrong():
+    """The comparison sees one column of the experts that changes by a tenth between eager and compiled."""
+    bench = FamilyBench("mixtral")
+    cell = Cell("mixtral", "grouped_mm", "inference", "static")
+    with torch.no_grad():
+        for implementation in ("eager", "grouped_mm"):
+            model = bench._built(implementation).model
+            (experts,) = build.experts_of(bench.family, model)
+            experts.down_proj[:, :, 0] *= 1.1
+    result = bench.measure(cell)
+    assert result.status == "wrong" and "the output differs from eager by" in result.reasons[""]
+
+
+def test_an_error_of_the_model_is_a_result():
+    bench = FamilyBench("mixtral")
+    bench.family = replace(bench.family, inputs="embeddings", fields={"hidden_size": -3})
+    result = bench.measure(Cell("mixtral", "grouped_mm", "training", "static"))
+    assert result.status == "failed" and result.reasons[""]
+
+
+def test_gradients_are_compared_with_their_own_size():
+    one, two = torch.randn(3, 4), torch.randn(5)
+    wanted = [("output", one), ("weight", two)]
+    assert measure.compare([("output", one), ("weight", two)], wanted)[0] == 0
+    worst, where = measure.compare([("output", one), ("weight", two * 1.01)], wanted)
+    assert where == "weight" and worst == pytest.approx(5, rel=0.01)
+    assert measure.compare([("output", one * float("nan")), ("weight", two)], wanted)[0] == float("inf")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+ONE = [
+    "coverage",
+    "--family",
+    "mixtral",
+    "--implementation",
+    "grouped_mm",
+    "--phase",
+    "inference",
+    "--shapes",
+    "static",
+]
+
+
+def test_the_command_writes_updates_and_checks(tmp_path):
+    invoke = CliRunner().invoke
+    state = ["--state", str(tmp_path / "state.jsonl"), "--stale"]
+    done = invoke(app, [*ONE, *state, "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "| mixtral | 1 | ✓       | – | – |" in (tmp_path / "coverage.md").read_text()
+    file = tmp_path / "coverage.json"
+    baseline = Baseline.from_json(file.read_text())
+    assert invoke(app, [*ONE, *state, "--check", str(file)]).exit_code == 0
+    more = {k: replace(r, ops={**r.ops, "moe_route": 2}) for k, r in baseline.cells.items()}
+    file.write_text(replace(baseline, cells=more).to_json())
+    failed = invoke(app, [*ONE, *state, "--check", str(file)])
+    assert failed.exit_code == 1
+    assert "mixtral, grouped_mm, inference, static: moe_route was fused 2 times and is fused 1 times" in failed.output
+    assert "1 fusion lost" in failed.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--family", "mixtrl"], "transformers has no experts of that name"),
+        (["--phase", "sleeping"], "--phase is 'sleeping'; it takes inference, training."),
+        (["--check", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    done = CliRunner().invoke(app, ["coverage", *arguments])
+    assert done.exit_code == 2 and sentence in done.output.replace("\n", " ")
