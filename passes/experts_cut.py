@@ -73,7 +73,9 @@ def _cut_at(view: GraphView, name: str, pair: Pair, ids: Term, slots: Any) -> Se
         )
     x = _moved_tokens(first.rows, tokens * hidden, hidden, ids)
     if x is None:
-        return Refusal("the tokens that enter the first product were not found.", first.term.node)
+        *_, last = moved(first.rows)
+        name = last.op.removeprefix("aten.")
+        return Refusal(f"the tokens that enter the first product were not found behind {name}.", first.term.node)
     return _regions(view, name, pair, {"x": x, "idx": ids}, tokens, hidden, rows, slots)
 
 
@@ -361,11 +363,13 @@ def outputs_of(
                 passed.append(user)
                 pending.append(user)
             elif name in _OTHER_REDUCTIONS and elements == wanted:
-                others.append(name.removeprefix("aten."))
+                others.append(f"they are combined by {name.removeprefix('aten.')}")
+            elif elements == wide:
+                others.append(f"{name.removeprefix('aten.')} is applied to them before")
     if not sums and wide == wanted and passed:  # one expert per token: there is nothing to sum
         return sorted(passed, key=view.order.__getitem__, reverse=True)
     if not sums:
-        why = f"they are combined by {others[0]}" if others else "no sum over the experts of a token follows"
+        why = others[0] if others else "no sum over the experts of a token follows"
         return Refusal(f"the experts' outputs are not summed per token: {why}.", second.term.node)
     end = min(sums, key=view.order.__getitem__)
     return _settle(view, end, (tokens, hidden), x)

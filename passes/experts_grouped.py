@@ -21,8 +21,8 @@ from ascend_deep.passes import experts_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.experts_cut import cut_routed
-from ascend_deep.passes.experts_products import pair_of
-from ascend_deep.passes.graph_view import GraphView
+from ascend_deep.passes.experts_products import impure_between, pair_of
+from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.region import Region
 
 __all__ = ["RECOGNISER", "ExpertsGrouped"]
@@ -37,13 +37,15 @@ class ExpertsGrouped:
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """Grouped products that another grouped product feeds."""
         calls = view.calls("aten._grouped_mm", "transformers.grouped_mm_fallback")
-        return [n for n in calls if pair_of(view.terms.term(n)) is not None]
+        return [n for n in calls if pair_of(view.terms.term(n)) or impure_between(view.terms.term(n))]
 
     def cut(self, view: GraphView, anchor: fx.Node) -> Sequence[Region] | Refusal:
         """From tokens, ids, weights and biases to the sum over a token's experts."""
         pair = pair_of(view.terms.term(anchor))
         if pair is None:
-            return Refusal("no grouped product feeds this one.", anchor)
+            between = impure_between(view.terms.term(anchor))
+            name = op_name(between).removeprefix("aten.")
+            return Refusal(f"{name} stands before this product, and is not on the list of pure ops.", between)
         return cut_routed(view, self.name, pair)
 
     def solve(self, region: Region) -> Solution | Refusal:

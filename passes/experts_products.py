@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+from torch import fx
 
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.normal_form import Term, size
@@ -17,6 +18,7 @@ __all__ = [
     "Product",
     "divide",
     "expert_product",
+    "impure_between",
     "moved",
     "pair_of",
     "stored_problem",
@@ -140,6 +142,22 @@ def pair_of(term: Term) -> Pair | None:
             continue
         found.append(product)
     return Pair(found[0], second, tuple(found[1:])) if found else None
+
+
+def impure_between(term: Term) -> fx.Node | None:
+    """The nearest op without a known value (dropout, say) between the product ``term`` and whatever feeds it."""
+    product = expert_product(term)
+    if product is None or pair_of(term) is not None:
+        return None
+    pending, seen = [product.rows], 0
+    while pending and seen < 12:
+        current = pending.pop(0)
+        seen += 1
+        if current.op == "call_function":
+            return current.node
+        if current.op not in _PRODUCTS:
+            pending.extend(current.args)
+    return None
 
 
 def _experts(product: Product) -> Any:
