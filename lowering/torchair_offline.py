@@ -1,8 +1,8 @@
 """torchair without NPU and CANN: what it asks of the graph engine is answered here, for the time of a conversion.
 
-Answered: starting the engine (nothing happens), which op types the engine knows (those that the wheel's own converters
-name), and the processor, because converters branch on it. Everything up to the finished graph is the wheel's own code.
-The engine's own checks (op registry, shapes, versions) therefore do not take place.
+Answered: starting the engine (nothing happens), the processor, because converters branch on it, and, where CANN is not
+there to be asked, which op types the engine knows (those that the wheel's own converters name). Everything up to the
+finished graph is the wheel's own code. The engine's own checks (op registry, shapes, versions) then do not take place.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def offline(family: str) -> Iterator[None]:
     from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
     from torchair.core import _backend, _torchair
 
-    atexit.unregister(_backend.finalize_graph_engine)  # it would stop an engine that was never started
+    without_cann = "stubs" in _STUBS
+    if without_cann:
+        atexit.unregister(_backend.finalize_graph_engine)  # it would stop an engine that was never started
 
     def no_engine(*_: Any, **__: Any) -> None:
         return None
@@ -91,10 +93,10 @@ def offline(family: str) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (fx2ge_converter, "initialize_graph_engine", no_engine),
         (_backend, "initialize_graph_engine", no_engine),
-        (_torchair, "get_registered_ir_def", registered),
-        (_torchair, "check_cann_compat", compatible),
         (torch_npu.npu, "get_device_name", lambda *_, **__: DEVICES[family]),
     ]
+    if without_cann:
+        replaced += [(_torchair, "get_registered_ir_def", registered), (_torchair, "check_cann_compat", compatible)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     compat_ir.is_cann_compat.cache_clear()
     for owner, name, value in replaced:

@@ -191,6 +191,31 @@ def test_converters_registered_with_torchair_build_the_same_ops() -> None:
     assert float(dict(gate.attributes)["routed_scaling_factor"]) == 2.5
 
 
+def test_torchairs_backend_gets_our_decompositions() -> None:
+    table = torchair.backend().keywords["decompositions"]  # type: ignore[attr-defined]
+    assert set(torchair.decompositions()) <= set(table)
+
+
+def test_a_conversion_leaves_torchair_as_it_was() -> None:
+    import torch_npu
+    from torchair.core import _backend, _torchair
+
+    from ascend_deep.lowering.torchair_offline import offline
+
+    watched = [
+        (_backend, "initialize_graph_engine"),
+        (_torchair, "get_registered_ir_def"),
+        (_torchair, "check_cann_compat"),
+        (torch_npu.npu, "get_device_name"),
+    ]
+    before = [getattr(owner, name) for owner, name in watched]
+    with pytest.raises(ZeroDivisionError), offline("950dt"):
+        assert torch_npu.npu.get_device_name() == "Ascend950DT_9582"
+        assert all(getattr(owner, name) is not value for (owner, name), value in zip(watched, before, strict=True))
+        raise ZeroDivisionError
+    assert [getattr(owner, name) for owner, name in watched] == before
+
+
 def test_the_emit_option_writes_files_and_the_model_still_runs(tmp_path: Any) -> None:
     torch.manual_seed(3)
     gate = torch.nn.Linear(24, 16)
