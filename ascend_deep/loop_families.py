@@ -20,6 +20,7 @@ from torch import Tensor, nn
 __all__ = ["Family", "alias", "copied_elements", "families", "is_owner", "twin"]
 
 _MOST_MATRICES = 5  # gate, up and down, and two to spare for a reason; most decoder layers have more
+_MOST_NAMED = 12  # if they are called experts: with adapters, to be left with a reason
 _STEP = 977  # elements by which the windows of two experts are apart
 
 
@@ -94,7 +95,8 @@ def is_owner(module: nn.Module) -> bool:
     if len(own) < 2 and not containers:
         return False
     near = [f for f in families(module) if len(f.shape) == 2 and _depth(f) <= 1]
-    return 2 <= len(near) <= _MOST_MATRICES
+    named = all("expert" in f.pattern.lower() for f in near)
+    return 2 <= len(near) <= (_MOST_NAMED if named else _MOST_MATRICES)
 
 
 def copied_elements(module: nn.Module) -> int:

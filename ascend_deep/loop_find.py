@@ -219,6 +219,10 @@ def _in_mode(
     used = [f for f in found if f.pattern in read_]
     if len(used) < 2:
         return None
+    matrices, vectors = ([f for f in used if len(f.shape) == n] for n in (2, 1))
+    if len(matrices) > 3 or len(vectors) > len(matrices) or len(matrices) + len(vectors) < len(used):
+        names = ", ".join(f.pattern for f in used)
+        return 4, f"its experts have parameters beside gate, up and down, which moe_experts has no place for: {names}."
     scales = [*_SCALES, *activation_family.scales(numbers)]
     best: Solved | None = None
     gradients = False

@@ -292,7 +292,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tied": (Tied, "share a parameter"),
     "hooked": (Hooked, "a hook is attached to experts.4.up_proj"),
     "parametrised": (Parametrised, "parametrised"),
-    "all_lora": (AllLora, "no part of its forward"),
+    "all_lora": (AllLora, "beside gate, up and down"),
     "one_lora": (OneLora, ""),
     "different": (Different, ""),
     "aliased": (Aliased, ""),

@@ -189,6 +189,27 @@ def test_lora_on_an_expert_runs_the_loop_with_the_delta() -> None:
     assert_same(run(compiled, block, X), run(original, original, X))
 
 
+@pytest.mark.parametrize("prepared_first", [True, False])
+@pytest.mark.parametrize(("target", "fuses"), [("proj", True), ("up_proj", False)])
+def test_peft(prepared_first: bool, target: str, fuses: bool) -> None:
+    peft = pytest.importorskip("peft")
+    block = build(SPELLINGS["mixtral"][0])
+    original = copy.deepcopy(block)
+    if prepared_first:
+        ascend_deep.prepare(block)
+    for m in (block, original):
+        torch.manual_seed(17)
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[target], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, m)
+    if not prepared_first:
+        result = ascend_deep.prepare(block)
+        assert bool(result.swapped) is fuses and bool(result.left) is not fuses
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert_same(run(block, block, X), run(original, original, X))
+        assert uses_op(block) is fuses
+
+
 @pytest.mark.parametrize("change", ["hook", "parametrisation", "activation"])
 def test_other_changes_run_the_loop(change: str) -> None:
     block, original = prepared("mixtral")
