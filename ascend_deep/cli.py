@@ -108,7 +108,8 @@ def explain(
     experts_implementation: ExpertsOption = None,
     prepare: PrepareOption = False,
     target: Annotated[
-        str, typer.Option(help="Plan for cpu, cuda, ascend950 or ascend910b; the ops still run here.")
+        str,
+        typer.Option(help="Plan for cpu, cuda, ascend950, ascend950dt, ascend910b or ascend910_93; ops run here."),
     ] = "auto",
     enable: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Use only this recogniser. Repeatable.")
