@@ -97,10 +97,7 @@ def cut_dense(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refu
         more = {"kind": "scores", "slots": count}
         roles = {**known, "scores": scores}
         if dispatch is not None:
-            more, roles = (
-                {"kind": "capacity", "slots": count, "capacity": str(capacity)},
-                {**roles, "dispatch": dispatch},
-            )
+            more, roles = {"kind": "capacity", "slots": count}, {**roles, "dispatch": dispatch}
         cuts += _cut(view, name, outputs, roles, {**hints, **more})
     good = [c for c in cuts if isinstance(c, Region)]
     return good or next(c for c in reversed(cuts) if isinstance(c, Refusal))

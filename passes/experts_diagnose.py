@@ -46,7 +46,7 @@ def explain(region: Region, shape: Shape) -> Refusal:
     """The best sentence there is for a region that equals no member."""
     pair = _pair(region)
     out = region.outputs[0]
-    if region.hints["kind"] in ("dense", "scores", "capacity") and _biases_of_all(region, shape):
+    if region.hints.get("kind") in ("dense", "scores", "capacity") and _biases_of_all(region, shape):
         return Refusal(
             "biases are added after the scores were applied, so experts that were not chosen contribute theirs.", out
         )

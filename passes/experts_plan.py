@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ascend_deep.passes.experts_products import divide
 from ascend_deep.passes.normal_form import numel, size
 from ascend_deep.passes.region import Dims, Region
 
@@ -117,21 +118,24 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
 
 def _capacities(region: Region, experts: int) -> list[list[tuple[Any, int]]]:
     """Sizes of C and E · C to try, if the block has a capacity and the graph has it as a number: 3, and itself."""
-    text = str(region.hints.get("capacity", ""))
-    if not text.isdecimal():  # none, or symbolic: then it follows from the number of tokens
+    if "dispatch" not in region.inputs:
         return [[]]
-    return [[(int(text), c), (int(text) * experts, c * experts)] for c in dict.fromkeys((3, int(text)))]
+    slots = divide(numel(_val(region.inputs["dispatch"])), numel(_val(region.inputs["x"])[:-1]) * experts)
+    if not isinstance(slots, int):  # symbolic: then it follows from the number of tokens
+        return [[]]
+    return [[(slots, c), (slots * experts, c * experts)] for c in dict.fromkeys((3, slots))]
 
 
 def _room(region: Region, dims: Dims) -> bool:
     """At these sizes an expert has room for two tokens."""
-    return "capacity" not in region.hints or capacity_of(region, dims) >= 2
+    return "dispatch" not in region.inputs or capacity_of(region, dims) >= 2
 
 
 def capacity_of(region: Region, dims: Dims) -> int:
     """The number of slots of an expert at these sizes."""
-    text = str(region.hints["capacity"])
-    return dims.size(int(text)) if text.isdecimal() else dims.size_of_text(text)
+    tokens = math.prod(dims.shape(region.inputs["x"])[:-1])
+    experts = dims.shape(region.inputs["w13"])[0]
+    return math.prod(dims.shape(region.inputs["dispatch"])) // (tokens * experts)
 
 
 def _few(shape: Shape) -> int:
@@ -278,7 +282,7 @@ def _scores(
     weights = torch.randn(tokens, slots, generator=generator, dtype=torch.float64)
     if skew:
         weights = weights * 10.0 ** torch.randint(-4, 2, weights.shape, generator=generator)
-    room = capacity_of(region, dims) if "capacity" in region.hints else 1
+    room = capacity_of(region, dims) if "dispatch" in region.inputs else 1
     scores = torch.zeros(tokens, experts, room, dtype=torch.float64)
     taken = [0] * experts
     for t, k in itertools.product(range(tokens), range(slots)):

@@ -229,3 +229,20 @@ def test_masks_of_slots(block, words):
         assert run.outcome.matches == () and all(w in run.reasons[0] for w in words), run.reasons
     else:
         assert len(run.outcome.matches) == 1, run.reasons
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "spec", [Spec(form="capacity", tokens=17), replace(DENSE, scores="masked"), replace(DENSE, scores="one_hot")],
+    ids=["capacity", "scores", "ids"],
+)  # fmt: skip
+def test_certificates_run_again(spec, dynamic, monkeypatch, tmp_path):
+    from ascend_deep.passes import certificates
+    from ascend_deep.passes.replay import replay
+
+    monkeypatch.setattr(certificates, "store", lambda: tmp_path)
+    with torch.no_grad():
+        _, run = compiled(Block(spec, torch.float32), torch.randn(spec.tokens, HIDDEN), dynamic=dynamic)
+    (match,) = run.outcome.matches
+    again = replay(match.certificate)
+    assert again.ok, again.text
