@@ -26,6 +26,7 @@ from ascend_deep.loop_state import Experts, Stack, register_guard
 __all__ = ["ATTRIBUTE", "Loop", "LoopSpec", "install", "installed", "is_named_so", "owners", "remove", "resolve"]
 
 ATTRIBUTE = "_ascend_deep_loop"
+_MARK = "_ascend_deep_forward"
 _OURS = ("forward", "_apply", "__deepcopy__", ATTRIBUTE)
 
 
@@ -46,11 +47,13 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, ATTRIBUTE).usable(self.training):
+        experts = getattr(self, ATTRIBUTE, None)
+        if experts is not None and experts.usable(self.training):
             return rewritten(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     del forward.__wrapped__  # type: ignore[attr-defined]  # unwrapping would find the loop
+    setattr(forward, _MARK, True)
     _attach(module, forward)
     module.register_load_state_dict_post_hook(_after_load)
     wrong = _differs(before, model, loop, loop.shape) if before is not None else None
@@ -60,10 +63,16 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
 
 
 def _attach(module: nn.Module, forward: Any) -> None:
-    """What ``install`` puts on the instance, besides the experts."""
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    """What ``install`` puts on the instance, besides the experts. ``None``: somebody wrapped our forward."""
+    if forward is not None:
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
     module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
     vars(module)["__deepcopy__"] = _Copy(module)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """False if somebody wrapped the forward that ``install`` made; theirs stays, and ours calls the loop."""
+    return hasattr(getattr(vars(module).get("forward"), "__func__", None), _MARK)
 
 
 class _Copy:
@@ -74,13 +83,13 @@ class _Copy:
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         own = vars(self.module)
-        ours = {name: own.pop(name) for name in _OURS}
+        ours = {name: own.pop(name) for name in _OURS if name != "forward" or _is_ours(self.module)}
         try:
             twin_ = copy.deepcopy(self.module, memo)
         finally:
             own |= ours
         setattr(twin_, ATTRIBUTE, ours[ATTRIBUTE].copied(memo))
-        _attach(twin_, ours["forward"].__func__)
+        _attach(twin_, ours["forward"].__func__ if "forward" in ours else None)
         return twin_
 
     def __reduce__(self) -> Any:
@@ -98,7 +107,8 @@ def remove(module: nn.Module) -> None:
     if ATTRIBUTE not in vars(module):
         return
     for name in _OURS:
-        vars(module).pop(name, None)
+        if name != "forward" or _is_ours(module) or experts is None:
+            vars(module).pop(name, None)
     for key in [k for k, h in module._load_state_dict_post_hooks.items() if h is _after_load]:
         del module._load_state_dict_post_hooks[key]
     if experts is not None:

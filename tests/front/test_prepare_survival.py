@@ -247,6 +247,17 @@ def test_a_compiled_graph_never_uses_old_experts(change: str) -> None:
         assert_same(run(compiled, block, X), run(original, original, X))
 
 
+def test_a_forward_that_somebody_wrapped_stays_theirs() -> None:
+    block, original = prepared()
+    ours, calls = block.forward, []
+    block.forward = lambda x: calls.append(1) or ours(x)  # type: ignore[method-assign, func-returns-value]
+    same(block, original)
+    assert uses_op(block)
+    ascend_deep.Prepared(block, (), ()).restore()
+    same(block, original)
+    assert not uses_op(block) and len(calls) == 4
+
+
 def test_functional_call_takes_the_loop_with_the_given_parameters() -> None:
     block, original = prepared()
     given = {name: 1.5 * p.detach() for name, p in original.named_parameters()}
