@@ -273,6 +273,8 @@ def _fake(
 def _samples() -> Iterator[Sample]:
     g = torch.Generator().manual_seed(26)
     for n, sample in enumerate(attention_samples()):
+        if n % 2 and not sample.name.startswith(("empty", "sink", "mask")):
+            continue  # each of these takes opcheck half a second
         q, k, v, idx, mask, sink = sample.args
         _, lse = sparse_mqa_attention(q, k, v, idx, mask, sink, **sample.kwargs)
         grad = torch.randn(*lse.shape, v.shape[3], generator=g).to(q.dtype)

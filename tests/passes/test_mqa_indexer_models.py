@@ -77,7 +77,6 @@ def compiled(model, dynamic):
 SPARSE = [
     ("deepseek_v32", "sdpa", False, "float32", "zero"),
     ("deepseek_v32", "eager", True, "float32", "mean"),
-    ("glm_moe_dsa", "eager", False, "bfloat16", "mean"),
     ("hy_v4", "eager", True, "float32", "zero"),
 ]
 
