@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from ascend_deep.loop_checks import INTERNALS, is_named_so
 from ascend_deep.loop_families import Family, alias
-from ascend_deep.loop_find import Loop, LoopSpec, is_named_so, line, owners, parents, resolve
+from ascend_deep.loop_find import Loop, LoopSpec, line, owners, parents, resolve
 from ascend_deep.loop_runs import quiet
 from ascend_deep.loop_state import Experts, Stack, register_guard
 
@@ -158,7 +159,7 @@ def _experts(module: nn.Module, loop: Loop) -> Experts:
     ]
     links += [
         (module, n) for n, v in vars(module).items()
-        if not n.startswith("_") and n not in ("training", "forward") and (isinstance(v, (float, str)) or callable(v))
+        if n not in INTERNALS and n not in _OURS and (isinstance(v, (float, str)) or callable(v))
         and not isinstance(v, nn.Module)
     ]  # fmt: skip
     return Experts(

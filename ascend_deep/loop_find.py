@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ascend_deep.loop_checks import below, fingerprint, unusual
 from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
@@ -22,7 +23,7 @@ from ascend_deep.loop_solve import constants, whole_numbers
 from ascend_deep.loop_source import Source, read, stores
 from ascend_deep.loop_state import Call
 
-__all__ = ["Loop", "LoopSpec", "is_named_so", "line", "owners", "parents", "resolve"]
+__all__ = ["Loop", "LoopSpec", "line", "owners", "parents", "resolve"]
 
 _MANY = 260
 _MOST_COPIED = 150_000_000  # elements of other parameters in the module that is copied for the trials
@@ -138,34 +139,15 @@ def parents(path: str) -> tuple[str | None, str | None]:
 def _search(
     model: nn.Module, target: str, entry: str, owner: str, cache: dict[Any, Any]
 ) -> Loop | tuple[int, str] | None:
-    key = _fingerprint(model, target, entry, owner)
+    key = fingerprint(model, target, entry, owner)
     if key not in cache:
         cache[key] = _examine(
-            model.get_submodule(target), model.get_submodule(entry), _below(target, entry), _below(owner, target)
+            model.get_submodule(target), model.get_submodule(entry), below(target, entry), below(owner, target)
         )
     found = cache[key]
     if isinstance(found, Loop):
         return replace(found, path=target, entry=entry)
     return found  # type: ignore[no-any-return]
-
-
-def _below(path: str, root: str) -> str:
-    return path[len(root) :].lstrip(".")
-
-
-def _fingerprint(model: nn.Module, target: str, entry: str, owner: str) -> Any:
-    """Equal for modules of which nothing that is looked at differs: classes, sizes, numbers, configs."""
-    module = model.get_submodule(entry)
-    parts: list[Any] = [_below(target, entry), _below(owner, entry)]
-    for name, held in module.named_modules():
-        parts.append((name, type(held), tuple(bool(h) for h in (held._forward_hooks, held._forward_pre_hooks))))
-        for key, value in vars(held).items():
-            if key.startswith("_") or key == "training" or "layer" in key:  # number of the layer
-                continue
-            parts.append((key, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)))
-    parts += [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
-    parts += [(n, None if b is None else tuple(b.shape)) for n, b in module.named_buffers()]
-    return tuple(parts)
 
 
 def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop | tuple[int, str] | None:
@@ -175,7 +157,7 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
     found = [f for f in families(module) if f.pattern.startswith(f"{owner}." if owner else "")]
     for family in found:
         for name in family.names:
-            wrong = _unusual(module, name)
+            wrong = unusual(module, name)
             if wrong is not None:
                 return 5, wrong
     own = vars(module).get("forward")  # a module that was pickled when prepared has its class's forward there
@@ -413,35 +395,8 @@ def _like(shape: tuple[int, ...], sizes: tuple[int, int]) -> tuple[int, ...]:
     return (*sizes, shape[-1]) if len(shape) == 3 else (sizes[0] * sizes[1], shape[-1])
 
 
-def _unusual(module: nn.Module, name: str) -> str | None:
-    """A sentence if a parameter of an expert is not plain, or its module is hooked or parametrised."""
-    parameter = module.get_parameter(name)
-    if type(parameter) is not nn.Parameter:
-        return f"{name} is a {type(parameter).__name__}; moe_experts takes plain parameters."
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-        return (
-            f"{name} is {str(parameter.dtype).removeprefix('torch.')}; moe_experts takes float32, bfloat16 or float16."
-        )
-    holder, parts = module, name.split(".")[:-1]
-    for step, part_ in enumerate(parts):
-        holder = getattr(holder, part_)
-        if holder._forward_hooks or holder._forward_pre_hooks or holder._backward_hooks or holder._backward_pre_hooks:
-            return f"a hook is attached to {'.'.join(parts[: step + 1])}, and the op would not call it."
-        if "forward" in vars(holder):
-            return f"the forward of {'.'.join(parts[: step + 1])} was replaced on the instance."
-        if "parametrizations" in holder._modules:
-            return f"{'.'.join(parts[: step + 1])} is parametrised."
-    return None
-
-
 def line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-def is_named_so(path: str, module: nn.Module) -> bool:
-    """Whether names say that a module has experts: then it is listed with a reason if it is left."""
-    names = [path.rpartition(".")[2], type(module).__name__, *(n for n, _ in module.named_children())]
-    return any("expert" in n.lower() or "moe" in n.lower() for n in names)
 
 
 def owners(model: nn.Module) -> Iterator[str]:

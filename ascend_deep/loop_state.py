@@ -25,6 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ascend_deep.loop_checks import INTERNALS
+
+_OURS = ("forward", "_apply", "__deepcopy__", "_ascend_deep_loop")
+
 __all__ = ["Call", "Experts", "Stack"]
 
 _HOOKS = (
@@ -246,7 +250,7 @@ class Experts:
             own = vars(module)
             found.append((own, "forward"))  # nothing, unless somebody puts another one on the instance
             if not type(module).__module__.startswith("torch.nn"):
-                found += [(own, n) for n in own if not n.startswith("_") and n not in ("training", "forward")]
+                found += [(own, n) for n in own if n not in INTERNALS and n not in _OURS]
         self._classes = (list(self.watched), [type(m) for m in self.watched])
         self._identities = ([held for held, _ in found], [n for _, n in found], [held.get(n) for held, n in found])
 
