@@ -94,7 +94,7 @@ def _plans(region: Region, shape: Shape, count: int, exact: bool) -> list[Dims]:
     pins += [wanted for capacity in _capacities(region, shape.experts) for _, wanted in capacity]
     hiddens = [*_HIDDEN, *(s for s in pins if s not in _HIDDEN), *(2 * i for i in pins)]
     inners = [*_INNER, *(s for s in pins if s not in _INNER)]
-    for tokens in _lead_sizes(lead, [*_TOKENS, *pins, 2 * shape.experts]):
+    for tokens in _lead_sizes(lead, [*_at_hand(region), *_TOKENS, *pins, 2 * shape.experts]):
         rows = math.prod(tokens)
         for hidden, inner in itertools.product([*hiddens, rows * few, rows * shape.experts], inners):
             # The batched form gathers the weights of every pair of token and expert.
@@ -123,7 +123,20 @@ def _capacities(region: Region, experts: int) -> list[list[tuple[Any, int]]]:
     slots = divide(numel(_val(region.inputs["dispatch"])), numel(_val(region.inputs["x"])[:-1]) * experts)
     if not isinstance(slots, int):  # symbolic: then it follows from the number of tokens
         return [[]]
-    return [[(slots, c), (slots * experts, c * experts)] for c in dict.fromkeys((3, slots))]
+    wanted = (slots, 3) if _at_hand(region) else (3, slots)
+    return [[(slots, c), (slots * experts, c * experts)] for c in dict.fromkeys(wanted)]
+
+
+def _at_hand(region: Region) -> list[int]:
+    """The number of tokens that the graph was traced with, where it is symbolic and the block has a capacity.
+
+    A capacity that became a number while tracing holds for some counts of tokens only; this is one of them.
+    """
+    if "dispatch" not in region.inputs:
+        return []
+    symbolic = [s for s in region.inputs["x"].meta["val"].shape[:-1] if isinstance(s, torch.SymInt)]
+    found = [int(s.node.hint) for s in symbolic if s.node.has_hint()]
+    return found if len(found) == 1 and found[0] <= 96 else []
 
 
 def _room(region: Region, dims: Dims) -> bool:
