@@ -80,10 +80,15 @@ def test_equal_to_eager_in_one_graph(name: str) -> None:
         block.train(training), original.train(training)
         for shape in ((1, 1), (1, 64)):
             assert_same(run(block, block, shape), run(original, original, shape))
+        if training and name not in THROUGH_AUTOGRAD:
+            continue
         compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=True)
         for shape in ((2, 5), (3, 7)):
             assert_same(run(compiled, block, shape), run(original, original, shape))
-    assert [targets.count(torch.ops.ascend_deep.moe_experts) for targets in seen] == [1, 1]
+    compiles = 2 if name in THROUGH_AUTOGRAD else 1
+    assert [targets.count(torch.ops.ascend_deep.moe_experts) for targets in seen] == [1] * compiles
+        1 + (name in THROUGH_AUTOGRAD)
+    )
     prepared.restore()
     assert [k for m in block.modules() for k in vars(m) if "ascend_deep" in k or k == "forward"] == []
     assert_same(run(block, block, (2, 5)), run(original, original, (2, 5)), rtol=1e-6)
