@@ -111,7 +111,13 @@ def build(target_dir: str | os.PathLike[str], verbose: bool = False) -> Path:
 
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             objects = list(pool.map(compile_one, sources))
-        shared = ["-shared"] if sys.platform != "darwin" else ["-dynamiclib", "-undefined", "dynamic_lookup"]
+        # A compiler may come with a static C++ library. Were its symbols exported, or the unwinder in it used, an
+        # exception that leaves a kernel would end the process.
+        shared = (
+            ["-shared", "-shared-libgcc", "-Wl,--exclude-libs,ALL"]
+            if sys.platform != "darwin"
+            else ["-dynamiclib", "-undefined", "dynamic_lookup"]
+        )
         linked = Path(tmp) / LIBRARY
         _run([compiler, *shared, *objects, f"-L{home / 'lib'}", "-ltorch_cpu", "-o", str(linked)], verbose)
         # Not in place: a running process may have the old library mapped.

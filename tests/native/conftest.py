@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ascend_deep.lowering._torch_compat import TORCH
 from ascend_deep.native.cpu.provider import CPU, isa
 
 
@@ -37,29 +36,3 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-# Tests that make a kernel raise.
-_RAISING = (
-    "test_bad_arguments_get_one_sentence",
-    "test_bad_routes_get_one_sentence",
-    "test_environment_forces_an_instruction_set",
-    "test_swiglu_strides",
-    "test_weights_are_not_copied",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With torch 2.11, on a machine with another compiler, an error in a kernel ended the process; why is not known.
-
-    The ops check their arguments before they call a kernel.
-    """
-    if TORCH >= (2, 12):
-        return
-    for item in items:
-        if getattr(item, "originalname", "") in _RAISING:
-            item.add_marker(
-                pytest.mark.skip(
-                    reason="not run: a raising kernel ended the process with torch 2.11, cause not established"
-                )
-            )
