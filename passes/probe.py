@@ -23,12 +23,23 @@ __all__ = ["Comparison", "compare", "isolated", "replacement"]
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Real tensors on the CPU, no gradients, no autocast (capture made its casts explicit)."""
+    """Real tensors on the CPU, no gradients, no autocast (capture made its casts explicit).
+
+    A compile may start inside ``torch.utils.checkpoint``, whose hooks count the tensors that autograd saves, or in
+    inference mode, where nothing can be differentiated: probes that differentiate see neither.
+    """
     with ExitStack() as stack:
         stack.enter_context(_torch_compat.unset_fake_temporarily())
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
+        # Of nested hooks only the innermost are called.
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def replacement(recogniser: Recogniser, region: Region, solution: Solution) -> fx.GraphModule:

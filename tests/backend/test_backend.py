@@ -12,6 +12,7 @@ from torch import nn
 
 import ascend_deep
 from ascend_deep import backend as backend_module
+from ascend_deep.passes import pipeline
 from tests.backend.families import LAYERS, build, token_ids
 
 EAGER = {"downstream": "aot_eager"}
@@ -178,6 +179,8 @@ def test_live_buffers_are_read_at_every_call():
 @pytest.mark.parametrize("where", ["model", "block"])
 @pytest.mark.parametrize("reentrant", [False])
 def test_activation_checkpoint(where, reentrant):
+    """The compile, probes included, happens within the checkpoint's hooks; nothing may be known from earlier ones."""
+    pipeline._DECIDED.clear()
     model = Block()
 
     def checkpointed(x):
@@ -407,3 +410,12 @@ def test_a_model_that_calls_our_ops_gets_no_warning_that_nothing_was_fused(caplo
         torch.compile(layer, backend="ascend_deep", options=EAGER)(torch.randn(3, 8))
     assert not [r for r in caplog.records if "fused nothing" in r.message]
     assert ascend_deep.last_report().own_calls
+
+
+def test_compiled_in_inference_mode():
+    pipeline._DECIDED.clear()
+    model, x = Block().eval(), torch.randn(9, 24)
+    with torch.inference_mode():
+        got = torch.compile(model, backend="ascend_deep", fullgraph=True, options=EAGER)(x)
+        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-5)
+    assert ascend_deep.last_report().counts() == {"moe_experts": 1, "moe_route": 1}, str(ascend_deep.last_report())
