@@ -48,7 +48,7 @@ def layer(tokens: int, device: str, small: bool, dtype: str) -> tuple[nn.Module,
     """The model (one layer between embedding and head) and token ids [1, tokens]."""
     fields = {**(SMALL if small else REAL), "max_position_embeddings": 2 * tokens}
     loaded = models.load("deepseek_v32", fields=fields, layers=1, dtype=dtype, shape=(1, tokens))
-    model = loaded.model.to(device).eval()
+    model: Any = loaded.model.to(device).eval()
     model.set_attn_implementation("sdpa")
     return model, loaded.kwargs["input_ids"].to(device)
 
@@ -146,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
 def fused() -> dict[str, Any]:
     """What the last compile fused, with providers and notes, and what it left, with reasons."""
     report = ascend_deep.last_report()
+    assert report is not None
     matches = [{"op": m.op, "provider": m.provider, "spec": m.spec, "notes": list(m.notes)} for m in report.matches]
     return {"matches": matches, "misses": [f"{m.recogniser}: {m.reason}" for m in report.misses]}
 

@@ -9,6 +9,7 @@ product; attention scores are not counted.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,7 @@ def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) 
     models = contenders(shape, dtype, tokens, compiled)
     active: list[int] = []
     probes, floor_of = floor_probes({torch.float32, dtype})
-    calls = {**probes, **{n: partial(m, ids) for n, m in models.items()}}
+    calls: dict[str, Callable[[], object]] = {**probes, **{n: partial(m, ids) for n, m in models.items()}}
     with torch.no_grad():
         truth = _logits(models["eager loop"].double()(ids))
         models["eager loop"].to(dtype)
