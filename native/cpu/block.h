@@ -18,6 +18,7 @@ struct Block {
   const W* row[kBlockRows];
   int64_t count;  // a multiple of kTile
   int64_t valid;  // of every kHiddenBlock rows
+  int64_t step;   // bytes between neighbours
 };
 
 // Hidden units [i0, i0 + n) of the first GEMM: gate rows first, up rows from kHiddenBlock on.
@@ -28,6 +29,7 @@ Block<W> up_block(const Experts& a, int64_t expert, int64_t i0, int64_t n) {
   const W* up = gate + (pairs ? 1 : a.intermediate) * a.w13.sn;
   Block<W> b;
   b.valid = n;
+  b.step = (pairs ? 2 : 1) * a.w13.sn * static_cast<int64_t>(sizeof(W));
   b.count = a.gated ? kHiddenBlock + round_up(n, kTile) : round_up(n, kTile);
   for (int64_t j = 0; j < b.count; ++j) {
     const int64_t i = min64(j % kHiddenBlock, n - 1);
@@ -41,6 +43,7 @@ Block<W> down_block(const Experts& a, int64_t expert, int64_t n0, int64_t n) {
   const W* first = static_cast<const W*>(a.w2.base) + expert * a.w2.se + n0 * a.w2.sn;
   Block<W> b;
   b.valid = n;
+  b.step = a.w2.sn * static_cast<int64_t>(sizeof(W));
   b.count = round_up(n, kTile);
   for (int64_t j = 0; j < b.count; ++j) b.row[j] = first + min64(j, n - 1) * a.w2.sn;
   return b;
@@ -54,10 +57,10 @@ struct Tokens {
   int64_t plain;
 };
 
-// Turns eight bfloat16 rows into float32 rows in `stage`, [kTile][depth].
+// Turns bfloat16 rows into float32 rows in `stage`, [height][depth].
 template <typename W>
-void stage_rows(const W* const* rows, int64_t depth, float* stage) {
-  for (int64_t j = 0; j < kTile; ++j) {
+void stage_rows(const W* const* rows, int64_t height, int64_t depth, float* stage) {
+  for (int64_t j = 0; j < height; ++j) {
     for (int64_t k = 0; k < depth; k += kLanes) {
       store_n(stage + j * depth + k, load_n(rows[j] + k, depth - k), depth - k);
     }
@@ -77,47 +80,68 @@ struct Spread {
   }
 };
 
+// Rows of the tile that begins at row t of a block: kTall where they go without a rest, if `tall`, else kTile.
+template <typename W>
+int64_t tile_height(const Block<W>& b, int64_t t, bool tall) {
+  const int64_t left = round_up(b.valid, kTile) - t % kHiddenBlock;
+  return tall && left >= kTall && left != 2 * kTile ? kTall : kTile;
+}
+
+// The tile behind the one that ends before row t, or the first one of `next`: what to prefetch.
+template <typename W>
+Ahead ahead_of(const Block<W>& b, const Block<W>* next, int64_t t, bool tall) {
+  if (t < b.count && t % kHiddenBlock >= b.valid) t = round_up(t, kHiddenBlock);
+  const Block<W>* block = t < b.count ? &b : next;
+  Ahead ahead;
+  if (block) {
+    const int64_t row = block == &b ? t : 0;
+    ahead.base = reinterpret_cast<const char*>(block->row[row]);
+    ahead.step = block->step;
+    ahead.every = 64 / sizeof(W);
+    ahead.last = tile_height(*block, row, tall);
+  }
+  return ahead;
+}
+
+// The plain rows times a tile of kTile rows.
+template <typename W>
+void plain_rows(const W* const* rows, const Tokens& x, int64_t depth, Spread& spread, float* row_c) {
+  for (int64_t m = 0; m < x.plain;) {
+    const int64_t step = split(x.plain - m);
+    dot8(rows, x.rows + m * depth, depth, step, depth, spread.take(2 * step), row_c + m * kBlockRows, kBlockRows);
+    m += step;
+  }
+}
+
 // c[row][token] for panels, with ldc = to - from; row_c[token][row], with ld kBlockRows, for plain rows. Meanwhile the
 // rows of the next tile are prefetched, those of `next` at the end.
 template <typename W>
 void block_product(const Block<W>& b, const Block<W>* next, const Tokens& x, int64_t depth, float* stage, float* c,
                    float* row_c) {
   const int64_t ldc = x.to - x.from;
-  for (int64_t t = 0; t < b.count; t += kTile) {
+  const bool tall = ldc == 2 * kLanes && !x.plain;
+  for (int64_t t = 0, height; t < b.count; t += height) {
+    height = tile_height(b, t, tall);
     if (t % kHiddenBlock >= b.valid) continue;
     const W* const* rows = b.row + t;
-    Ahead ahead;
-    const bool inside = t + kTile < b.count;
-    if (inside || next) {
-      for (int64_t j = 0; j < kTile; ++j) {
-        ahead.stream[j] = reinterpret_cast<const char*>(inside ? rows[kTile + j] : next->row[j]);
-      }
-      ahead.every = 64 / sizeof(W);
-      ahead.last = kTile;
-    }
-    Spread spread(ahead, ldc + 2 * x.plain);  // a plain row costs about two panel rows
-    const float* r[kTile];
+    // A plain row costs about two panel rows.
+    Spread spread(ahead_of(b, next, t + height, tall), ldc + 2 * x.plain);
+    const float* r[kTall];
     if constexpr (sizeof(W) == 4) {
-      std::memcpy(r, rows, sizeof(r));
+      std::memcpy(r, rows, height * sizeof(r[0]));
     } else {
-      if (ldc) stage_rows(rows, depth, stage);
-      for (int64_t j = 0; j < kTile; ++j) r[j] = stage + j * depth;
+      if (ldc) stage_rows(rows, height, depth, stage);
+      for (int64_t j = 0; j < height; ++j) r[j] = stage + j * depth;
     }
     for (int64_t m = x.from; m < x.to;) {
       const int64_t vectors = split((x.all - m) / kLanes);
-      outer8<1>(r, x.panels + (m - x.from) * depth, vectors, depth, false, spread.take(vectors * kLanes),
-                c + t * ldc + (m - x.from), ldc);
+      outer<1>(r, height, x.panels + (m - x.from) * depth, vectors, depth, false, spread.take(vectors * kLanes),
+               c + t * ldc + (m - x.from), ldc);
       m += vectors * kLanes;
     }
-    for (int64_t m = 0; m < x.plain;) {
-      const int64_t step = split(x.plain - m);
-      const float* xm = x.rows + m * depth;
-      float* cm = row_c + m * kBlockRows + t;
-      // Next to panels the rows are in the first cache as float32.
-      if (ldc) dot8(r, xm, depth, step, depth, spread.take(2 * step), cm, kBlockRows);
-      else dot8(rows, xm, depth, step, depth, spread.take(2 * step), cm, kBlockRows);
-      m += step;
-    }
+    // Next to panels the rows are in the first cache as float32.
+    if (ldc) plain_rows(r, x, depth, spread, row_c + t);
+    else plain_rows(rows, x, depth, spread, row_c + t);
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // Neighbours along k are a row of the matrix apart, often a page of memory, so a product that walked down a few columns
 // would wait for address translation. A piece of kDeep rows and up to kWide columns is copied first, along its rows,
-// into tiles that outer8 reads one after another.
+// into tiles that outer reads one after another.
 #pragma once
 
 #include "block.h"
@@ -79,10 +79,9 @@ Ahead ahead_of(const Columns<W>& b, int64_t k0, int64_t depth, int64_t t, int64_
   const int64_t all = b.runs * depth;  // rows of runs
   const int64_t from = all * t / tiles / kTile * kTile, to = all * (t + 1) / tiles / kTile * kTile;
   const int64_t lines = (b.size[0] * static_cast<int64_t>(sizeof(W)) + 63) / 64;
-  for (int64_t j = 0; j < kTile; ++j) {
-    const int64_t row = min64(from + j, all - 1);
-    a.stream[j] = reinterpret_cast<const char*>(b.run[row / depth] + (k0 + row % depth) * b.stride);
-  }
+  const int64_t row = min64(from, all - 1);
+  a.base = reinterpret_cast<const char*>(b.run[row / depth] + (k0 + row % depth) * b.stride);
+  a.step = b.stride * static_cast<int64_t>(sizeof(W));
   a.wrap = lines;
   a.jump = kTile * b.stride * static_cast<int64_t>(sizeof(W));
   a.end = (to - from) / kTile * lines;
@@ -107,8 +106,8 @@ void columns_product(const Columns<W>& b, const Columns<W>* next, const Tokens& 
       for (int64_t j = 0; j < kTile; ++j) r[j] = stage + t * kTileStride + j;
       for (int64_t m = x.from; m < x.to;) {
         const int64_t vectors = split((x.all - m) / kLanes), width = vectors * kLanes;
-        outer8<kTile>(r, x.panels + (m - x.from) * depth + k0 * width, vectors, n, k0 > 0, spread.take(width),
-                      c + t * kTile * ldc + (m - x.from), ldc);
+        outer<kTile>(r, kTile, x.panels + (m - x.from) * depth + k0 * width, vectors, n, k0 > 0, spread.take(width),
+                     c + t * kTile * ldc + (m - x.from), ldc);
         m += width;
       }
     }

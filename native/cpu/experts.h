@@ -1,6 +1,6 @@
 // The fused expert MLP for one instruction set: packing, blocks, epilogues. See bindings.cpp for the plan.
 //
-// Rows of an expert are split in two: whole vectors of tokens go to outer8 as "panels" of one to three vectors, laid
+// Rows of an expert are split in two: whole vectors of tokens go to outer as "panels" of one to three vectors, laid
 // out [k][token]; the few that are left go to dot8 or axpy as plain rows. The hidden activations have the same split,
 // so the first GEMM writes what the second one reads.
 #pragma once
@@ -32,7 +32,7 @@ struct Layout {
     panels = 0;
     rows = panels + round_up(panel_cap * depth, 16);
     stage = rows + kLanes * depth;
-    c = stage + max64(kTile * depth, columns ? kStagedColumns : 0);
+    c = stage + max64(kTall * depth, columns ? kStagedColumns : 0);
     row_c = c + (columns ? kWide + 2 * kTile : kBlockRows) * panel_cap;
     total = row_c + kLanes * (columns ? 2 * kSpan : kBlockRows);
   }

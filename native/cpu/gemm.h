@@ -1,7 +1,7 @@
-// Micro-kernels. dot8 and outer8 take eight rows of a weight matrix (pointers to element k = 0); all write float32.
+// Micro-kernels. dot8 and outer take rows of a weight matrix (pointers to element k = 0); all write float32.
 //
 //   dot8    c[m][j]   = sum_k x[m][k] * rows[j][k]      vectors along k, few tokens: reads every weight once
-//   outer8  c[j][m]   = sum_k panel[k][m] * rows[j][k]  vectors along tokens, weights broadcast; needs no packing of
+//   outer   c[j][m]   = sum_k panel[k][m] * rows[j][k]  vectors along tokens, weights broadcast; needs no packing of
 //                                                       weights, which would cost as much as the product itself
 //   axpy    c[m][n]   = sum_k x[m][k] * w[k][n]         vectors along n, few tokens, weights with stride 1 along n
 //
@@ -14,11 +14,14 @@ namespace {
 
 constexpr int64_t kTile = ascend_deep_cpu::kTileRows;
 constexpr int64_t kAcc = kLanes == 16 ? 8 : 4;  // weight rows held in registers: 32 registers, or 16
+// Rows of a tile for panels of two vectors: as many products for each load as with three vectors and eight rows.
+constexpr int64_t kTall = kLanes == 16 ? 12 : kTile;
 
-// What to prefetch during a product: one line of each of the streams first .. last every `every` elements of k. A stream
-// is `wrap` neighbouring lines, then as many at a distance of `jump` bytes, and so on.
+// What to prefetch during a product: one line of each of the streams first .. last every `every` elements of k. Streams
+// are `step` bytes apart. A stream is `wrap` neighbouring lines, then as many at a distance of `jump` bytes, and so on.
 struct Ahead {
-  const char* stream[kTile];
+  const char* base = nullptr;
+  int64_t step = 0;
   int64_t every = 16;  // elements of k, a power of two, at least 16
   int64_t wrap = INT32_MAX;
   int64_t jump = 0;
@@ -30,18 +33,19 @@ struct Ahead {
 class Cursor {
  public:
   AD_INLINE explicit Cursor(const Ahead& a)
-      : ahead_(a), streams_(a.stream + a.first), count_(a.last - a.first), left_(count_ ? a.end : 0), run_(a.wrap) {}
+      : at_(a.base + a.first * a.step), step_(a.step), mask_(a.every - 1), count_(a.last - a.first),
+        left_(count_ ? a.end : 0), run_(a.wrap), wrap_(a.wrap), back_(a.jump - 64 * a.wrap) {}
 
   // Whether lines are due at k, a multiple of 16.
-  AD_INLINE bool due(int64_t k) const { return left_ > 0 && (k & (ahead_.every - 1)) == 0; }
+  AD_INLINE bool due(int64_t k) const { return left_ > 0 && (k & mask_) == 0; }
 
-  // A line of each of the streams [from, to).
-  AD_INLINE void some(int64_t from, int64_t to) const {
-    // Hides from the compiler that the addresses are those of last time: kept in registers they would push others out.
-    const char* const* s = streams_;
-    asm volatile("" : "+r"(s));
-    for (int64_t j = from; j < to; ++j) {
-      if (j < count_) __builtin_prefetch(s[j] + at_, 0, 2);
+  // A line of each of the streams [from, from + N) that there are.
+  template <int N>
+  AD_INLINE void some(int64_t from) const {
+    const char* p = at_ + from * step_;
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j, p += step_) {
+      if (from + j < count_) __builtin_prefetch(p, 0, 2);
     }
   }
 
@@ -49,21 +53,20 @@ class Cursor {
     --left_;
     at_ += 64;
     if (--run_ == 0) {
-      run_ = ahead_.wrap;
-      at_ += ahead_.jump - 64 * ahead_.wrap;
+      run_ = wrap_;
+      at_ += back_;
     }
   }
 
   AD_INLINE void issue(int64_t k) {
     if (!due(k)) return;
-    some(0, kTile);
+    for (int64_t j = 0; j < count_; j += 4) some<4>(j);
     next();
   }
 
  private:
-  const Ahead& ahead_;
-  const char* const* streams_;
-  int64_t count_, left_, run_, at_ = 0;
+  const char* at_;
+  int64_t step_, mask_, count_, left_, run_, wrap_, back_;
 };
 
 template <int MB, typename W>
@@ -116,58 +119,62 @@ void dot8(const W* const* rows, const float* x, int64_t ldx, int64_t tokens, int
   }
 }
 
-template <int MV, int SK>
+template <int R, int MV, int SK>
 AD_INLINE void outer_tile(const float* const* rows, const float* panel, int64_t depth, bool add, const Ahead& ahead,
                           float* c, int64_t ldc) {
-  const float* r[kAcc];
-  for (int j = 0; j < kAcc; ++j) r[j] = rows[j];
-  Vec acc[kAcc][MV] = {};
+  const float* r[R];
+  for (int j = 0; j < R; ++j) r[j] = rows[j];
+  Vec acc[R][MV] = {};
   if (add) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kAcc; ++j) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
+    for (int j = 0; j < R; ++j) {
+#pragma GCC unroll 4
       for (int m = 0; m < MV; ++m) acc[j][m] = load(c + j * ldc + m * kLanes);
     }
   }
   auto step = [&](int64_t kk) __attribute__((always_inline)) {
     Vec xv[MV];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int m = 0; m < MV; ++m) xv[m] = load(panel + kk * (MV * kLanes) + m * kLanes);
-#pragma GCC unroll 8
-    for (int j = 0; j < kAcc; ++j) {
+#pragma GCC unroll 12
+    for (int j = 0; j < R; ++j) {
       const Vec w = splat(r[j][kk * SK]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int m = 0; m < MV; ++m) acc[j][m] += w * xv[m];
     }
   };
   constexpr int64_t kUnroll = 4;
+  constexpr int kLines = (kTall + 3) / 4;  // lines of a quarter of 16 steps: all at once, loads would wait for them
   Cursor cursor(ahead);
   for (int64_t k = 0; k + 16 <= depth; k += 16) {
     const bool due = cursor.due(k);
     for (int64_t u = 0; u < 16; u += kUnroll) {
-      // Spread out: the lines of all streams at once would keep the loads of the product waiting.
-      if (due) cursor.some(u / 2, u / 2 + 2);
+      if (due) cursor.some<kLines>(u / kUnroll * kLines);
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kUnroll; ++v) step(k + u + v);
     }
     if (due) cursor.next();
   }
   for (int64_t left = depth % 16; left > 0; --left) step(depth - left);
-#pragma GCC unroll 8
-  for (int j = 0; j < kAcc; ++j) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
+  for (int j = 0; j < R; ++j) {
+#pragma GCC unroll 4
     for (int m = 0; m < MV; ++m) store(c + j * ldc + m * kLanes, acc[j][m]);
   }
 }
 
-// One panel: vectors * kLanes tokens, [depth][vectors * kLanes]. SK is the stride of rows along k. `add`: onto c.
+// One panel: vectors * kLanes tokens, [depth][vectors * kLanes], times kTile rows, or kTall if there are two vectors. SK
+// is the stride of rows along k. `add`: onto c.
 template <int SK>
-void outer8(const float* const* rows, const float* panel, int64_t vectors, int64_t depth, bool add, Ahead ahead,
-            float* c, int64_t ldc) {
+void outer(const float* const* rows, int64_t height, const float* panel, int64_t vectors, int64_t depth, bool add,
+           Ahead ahead, float* c, int64_t ldc) {
+  if constexpr (kTall > kTile) {
+    if (height == kTall) return outer_tile<kTall, 2, SK>(rows, panel, depth, add, ahead, c, ldc);
+  }
   for (int64_t j = 0; j < kTile; j += kAcc) {
-    if (vectors == 3) outer_tile<3, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
-    else if (vectors == 2) outer_tile<2, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
-    else outer_tile<1, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    if (vectors == 3) outer_tile<kAcc, 3, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    else if (vectors == 2) outer_tile<kAcc, 2, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    else outer_tile<kAcc, 1, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
     ahead.last = ahead.first;
   }
 }
