@@ -23,6 +23,7 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.region import Region
 from ascend_deep.passes.router_bench import Bench
 from ascend_deep.passes.router_cut import anchors, cuts
+from ascend_deep.passes.router_outside import compared_outside
 from ascend_deep.passes.router_selection import selection
 from ascend_deep.passes.router_solve import solve
 
@@ -49,7 +50,12 @@ class Router:
         """Regions around the choice, largest first."""
         found = selection(view, anchor)
         assert found is not None
-        return cuts(view, found, self.name)
+        regions = cuts(view, found, self.name)
+        if isinstance(regions, Refusal):
+            return regions
+        checked = [(region, compared_outside(view, region)) for region in regions]
+        fit = [region for region, refusal in checked if refusal is None]
+        return fit or checked[0][1] or []
 
     def solve(self, region: Region) -> Solution | Refusal:
         """The member of the family that ``region`` computes."""

@@ -280,3 +280,36 @@ def test_large_router():
     torch.testing.assert_close(by_id(*run(*args)), by_id(*f(*args)))
     attrs = backend.one.solutions[0].attrs
     assert (attrs["n_group"], attrs["topk_group"], attrs["topk"], attrs["scale"]) == (8, 4, 8, 2.5)
+
+
+THRESHOLDS = {
+    "at_least": lambda p: p * (p >= p.topk(K).values[:, -1:]),
+    "less": lambda p: p.masked_fill(p < p.topk(K).values.amin(-1, keepdim=True), 0.0),
+    "equal": lambda p: p * (p == p.topk(1).values),
+    "gathered": lambda p: (lambda v, i: (p.gather(1, i) == v) * v)(*p.topk(K)),
+    "difference": lambda p: p * torch.sign(p - p.topk(K).values[:, -1:] + 1e-9),
+    "flipped": lambda p: p * (p.topk(K).values[:, -1:].expand(-1, E) <= p),
+}
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_chosen_scores_that_are_compared_with_all_scores_stay_theirs(name, scoring):
+    """In eager mode they are the same numbers to the last bit, which an op and the model's own softmax are not."""
+
+    def model(logits):
+        return THRESHOLDS[name](logits.softmax(-1) if scoring == "softmax" else logits.sigmoid())
+
+    run, backend = compiled(model)
+    logits = torch.randn(300, E)
+    torch.testing.assert_close(run(logits), model(logits))
+    if name == "gathered":  # both sides of that comparison are weights of the op
+        return
+    assert not backend.one.solutions
+    reasons = [r.reason for r in backend.one.refusals]
+    assert not reasons or "compares the chosen scores with all of them outside the block" in reasons[0], reasons
+
+
+def test_scores_that_are_used_but_not_compared_do_not_stop_a_router():
+    backend = check(lambda logits: (*torch.topk(logits.softmax(-1), K), logits.softmax(-1).mean(0), logits.sigmoid()))
+    assert len(backend.one.solutions) == 1
