@@ -316,3 +316,17 @@ def test_dropout_in_training(inplace):
     assert catch.graphs and 0.4 < float(kept.mean()) < 0.8
     assert torch.allclose(y, (x @ model.w) * kept / 0.6, atol=1e-5)
     assert torch.allclose(model.w.grad, x.t() @ (kept / 0.6), atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_functional_transforms_are_handed_over(transform: str) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
+    x = torch.randn(3, 8)
+    function = {
+        "grad": torch.func.grad(lambda t: layer(t).square().sum()),
+        "vmap": torch.func.vmap(layer),
+        "jvp": lambda t: torch.func.jvp(layer, (t,), (2 * t,)),
+    }[transform]
+    got = torch.compile(function, backend="ascend_deep", options={"downstream": "aot_eager"})(x)
+    torch.testing.assert_close(got, function(x))
+    assert torch._C._functorch.peek_interpreter_stack() is None
