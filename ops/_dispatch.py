@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 __all__ = ["AUTOCAST_KEYS", "autocast_kernel", "autograd_kernel", "goes_to_backend"]
 
@@ -23,6 +24,15 @@ def goes_to_backend(keyset: torch._C.DispatchKeySet) -> bool:
     """True if nothing stands between autograd and the backend: no mode, subclass, functionalisation or lazy bit."""
     below = (keyset & torch._C._after_autograd_keyset).remove(torch._C.DispatchKey.ADInplaceOrView)
     return below.highestPriorityTypeId() in _BACKENDS
+
+
+def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    """Raise ``NotImplementedError`` for a tensor with a tangent, which would be lost in silence."""
+    for a in args:
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative; use reverse mode (backward, torch.func.vjp, jacrev)."
+            )
 
 
 def autograd_kernel(
@@ -37,6 +47,8 @@ def autograd_kernel(
     direct: dict[int, bool] = {}
 
     def autograd(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(str(overload.name()), args)
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, torch.Tensor) and a.requires_grad:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["nothing_between"]
 
@@ -27,7 +28,8 @@ def nothing_between(args: tuple[Any, ...]) -> bool:
         if a is not None and (type(a) not in _PLAIN or not a.is_cpu or (gradients and a.requires_grad)):
             return False
     return not (
-        torch._C._len_torch_dispatch_stack()
+        forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None

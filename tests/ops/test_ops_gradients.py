@@ -262,3 +262,15 @@ def test_compiled_gradients_equal_eager_ones(on_input: bool) -> None:
 
     shapes = ((9, 8), (8, 4), (4, 12, 8), (4, 8, 6))
     compiled_and_eager(block, tuple((torch.randn(*s) * 0.5).requires_grad_() for s in shapes))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused_and_gives_no_zeros(grad: bool) -> None:
+    h = torch.randn(4, 6)
+    with torch.set_grad_enabled(grad), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(h, torch.randn(4, 6))
+        with pytest.raises((NotImplementedError, RuntimeError), match="forward"):
+            ops.swiglu(dual)
+        assert ops.swiglu(h).shape == (4, 3)
+    with torch.set_grad_enabled(grad), pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(lambda t: ops.swiglu(t), (h,), (h,))
