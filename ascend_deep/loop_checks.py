@@ -20,10 +20,10 @@ def fingerprint(model: nn.Module, target: str, entry: str, owner: str) -> Any:
     parts: list[Any] = [below(target, entry), below(owner, entry)]
     used = {
         name
-        for kind in {type(m) for m in module.modules()}
+        for kind in {base for m in module.modules() for base in type(m).__mro__ if base not in (nn.Module, object)}
         for function in vars(kind).values()
-        if isinstance(function, types.FunctionType) and function.__name__ != "__init__"
-        for name in function.__code__.co_names
+        if isinstance(function, (types.FunctionType, property)) and getattr(function, "__name__", "") != "__init__"
+        for name in _names(function)
     }
     for name, held in module.named_modules():
         parts.append((name, type(held), tuple(bool(h) for h in (held._forward_hooks, held._forward_pre_hooks))))
@@ -34,6 +34,19 @@ def fingerprint(model: nn.Module, target: str, entry: str, owner: str) -> Any:
     parts += [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
     parts += [(n, None if b is None else tuple(b.shape)) for n, b in module.named_buffers()]
     return tuple(parts)
+
+
+def _names(function: Any) -> set[str]:
+    """Every name that a function or a property uses, in functions inside it and in strings too."""
+    function = function.fget if isinstance(function, property) else function
+    function = getattr(function, "__wrapped__", function)  # torch.no_grad()
+    todo, found = [getattr(function, "__code__", None)], set()
+    while todo:
+        code = todo.pop()
+        if code is not None:
+            found |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return found
 
 
 def unusual(module: nn.Module, name: str) -> str | None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from ascend_deep.loop_checks import INTERNALS, is_named_so
 from ascend_deep.loop_families import Family, alias
 from ascend_deep.loop_find import Loop, LoopSpec, line, owners, parents, resolve
+from ascend_deep.loop_reads import is_simple
 from ascend_deep.loop_runs import quiet
 from ascend_deep.loop_state import Experts, Stack, register_guard
 
@@ -45,11 +46,12 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
         [(s.part.block, s.part.start, s.part.end, s.part.first, _statement(loop, i)) for i, s in enumerate(loop.solved)]
     )
     original: Any = type(module).forward
+    same = _unchanged(module, loop)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         experts = getattr(self, ATTRIBUTE, None)
-        if experts is not None and experts.usable(self.training):
+        if experts is not None and experts.usable(self.training) and same(self):
             return rewritten(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
@@ -61,6 +63,35 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
     if wrong is not None:
         remove(module)
     return wrong
+
+
+def _unchanged(module: nn.Module, loop: Loop) -> Any:
+    """A function of the module: whether the numbers that the loop reads outside of its experts are what they were.
+
+    Written out, so that a compiler that traces it guards on each of them.
+    """
+    scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    own: list[str] = []
+    for path, name in loop.reads.attributes:
+        holder = module.get_submodule(path)
+        if "." not in path and not path.isdigit() and is_simple(getattr(holder, name, None)):
+            own.append(".".join(("module", *([path] if path else []), name)))
+    scopes[0] = ({}, own)
+    for scope, name in loop.reads.outside:
+        scopes.setdefault(id(scope), (scope, []))[1].append(name)
+    pairs = []
+    for scope, names in scopes.values():
+        if names:
+            function = eval(f"lambda module: ({', '.join(names)},)", scope)
+            pairs.append((function, function(module)))
+
+    def same(module: Any) -> bool:
+        for function, values in pairs:  # noqa: SIM110 (a compiler traces this)
+            if function(module) != values:
+                return False
+        return True
+
+    return same
 
 
 def _attach(module: nn.Module, forward: Any) -> None:
@@ -162,9 +193,11 @@ def _experts(module: nn.Module, loop: Loop) -> Experts:
         if n not in INTERNALS and n not in _OURS and (isinstance(v, (float, str)) or callable(v))
         and not isinstance(v, nn.Module)
     ]  # fmt: skip
+    inside = [(module.get_submodule(p), n) for p, n in loop.reads.attributes]
+    links += [(m, n) for m, n in inside if (m, n) not in links]
     return Experts(
         loop.path or type(module).__name__, stacks, (m.act, m.alpha, m.limit, m.interleaved, a.offset), loop.calls,
-        tuple(watched.values()), tuple(links), loop.dtypes, loop.modes, loop.autocast, loop,
+        tuple(watched.values()), tuple(links), loop.dtypes, loop.modes, loop.autocast, loop, loop.reads.outside,
     )  # fmt: skip
 
 

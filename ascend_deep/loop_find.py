@@ -7,8 +7,9 @@ its forward that is the mixture of experts (``loop_regions``), tests that it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from ascend_deep.loop_checks import below, fingerprint, unusual
 from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
+from ascend_deep.loop_flow import reads
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
+from ascend_deep.loop_reads import Reads
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
 from ascend_deep.loop_runs import Record, Rig, quiet
 from ascend_deep.loop_solve import constants, whole_numbers
@@ -72,6 +75,7 @@ class Loop:
         calls: how each of them calls the op.
         dtypes, modes, autocast: for what it was tested.
         shape: that the entry takes.
+        reads: what has to stay as it is.
     """
 
     path: str
@@ -83,6 +87,7 @@ class Loop:
     modes: tuple[bool, ...]
     autocast: bool
     shape: tuple[int, ...]
+    reads: Reads = field(default_factory=Reads, compare=False)
 
     @property
     def spec(self) -> LoopSpec:
@@ -177,21 +182,23 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
     reason: tuple[int, str] | None = None
     parts: dict[int, tuple[Solved, bool]] = {}
     modes: dict[bool, bool] = {}
+    watch: list[Reads] = []
     shapes = [_like(shape, s) for s in (*_SHAPES, *_long(rig, found))]
     for training in (False, True):
-        answer = _in_mode(rig, found, numbers, training, shape, shapes, parts)
+        answer = _in_mode(rig, found, numbers, training, shape, shapes, parts, watch)
         if isinstance(answer, bool):
             modes[training] = answer
         elif answer is not None and (reason is None or answer[0] > reason[0]):
             reason = answer
     if not modes or not parts:
         return reason
-    return _dtypes(source, entry, path, found, parts, modes, shape)
+    answer = _dtypes(source, entry, path, found, parts, modes, shape)
+    return replace(answer, reads=functools.reduce(Reads.merged, watch)) if isinstance(answer, Loop) else answer
 
 
 def _in_mode(
     rig: Rig, found: Sequence[Family], numbers: list[float], training: bool, shape: tuple[int, ...],
-    shapes: list[tuple[int, ...]], parts: dict[int, tuple[Solved, bool]],
+    shapes: list[tuple[int, ...]], parts: dict[int, tuple[Solved, bool]], watch: list[Reads],
 ) -> bool | tuple[int, str] | None:  # fmt: skip
     """Find the part that runs in this mode and prove it. True: it has no gradients."""
     from ascend_deep.passes import activation_family
@@ -236,6 +243,10 @@ def _in_mode(
     if best is None:
         return rank, text
     best = _earliest(rig, record, records, best, training)
+    read = reads(rig, best, records)
+    if isinstance(read, str):
+        return 4, read
+    watch.append(read[0])
     index = rig.source.blocks.index(best.part.block)
     if index in parts:
         # The same block runs in both modes: what was found first has to hold here too.

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ascend_deep.loop_flow import reads
 from ascend_deep.loop_regions import CLOSE, Draw, Solved, close, draw, reference, run
 from ascend_deep.loop_runs import Record, Rig, quiet
 
 __all__ = ["Gradients", "dtype_of_result", "prove", "under_autocast", "writes_into_base"]
 
 _MOST_ELEMENTS = 30_000_000  # of parameters whose gradients are compared
+_WEIGHTS = (1e-3, 1e-2, 1e-1, 10.0, 100.0, 1e3, 1e4)
 _LOW = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5, torch.float64: CLOSE}
 
 
@@ -58,7 +60,31 @@ def prove(rig: Rig, s: Solved, records: Sequence[Record], training: bool) -> Gra
             if gradients is not None and found != gradients:
                 return f"its result has gradients for some inputs only, in {mode}."
             gradients = found
+    read = reads(rig, s, records)
+    if isinstance(read, str):
+        return read
+    with quiet(rig.module, training):
+        wrong = _weights(rig, s, records, read[1], mode)
+    if wrong is not None:
+        return wrong
     return gradients if gradients is not None else "it could not be run."
+
+
+def _weights(rig: Rig, s: Solved, records: Sequence[Record], numbers: Sequence[float], mode: str) -> str | None:
+    """Weights of every size, and on both sides of every number in the code: thresholds and limits of them show."""
+    values = [v for v in (s.part.values(r) for r in records) if v is not None and s.roles.x in v]
+    if s.roles.weights is None or not values:
+        return None
+    enough = [v for v in values if v[s.roles.x].numel() >= 7 * v[s.roles.x].shape[-1]] or values
+    some = min(enough, key=lambda v: int(v[s.roles.x].numel()))
+    scales = [*_WEIGHTS, *(n * f for n in numbers if n > 0 for f in (0.4, 2.5))]
+    for seed, scale in enumerate(dict.fromkeys(scales)):
+        experts, offset = s.assignment.experts, s.assignment.offset
+        d = draw(some, s.part, s.roles, experts, offset, 61 + seed % 7, weight=scale)
+        wrong = _forward(rig, s, d, mode)
+        if wrong is not None:
+            return f"{wrong[:-1]} (with weights of about {scale:g})." if "something else" in wrong else wrong
+    return None
 
 
 def _counts(s: Solved, values: Mapping[str, Any], experts: int) -> str | None:
@@ -165,6 +191,8 @@ def _backward(rig: Rig, s: Solved, d: Draw, mode: str) -> Gradients | str:
     with torch.enable_grad():
         got = run(rig, s.part, values).reshape(d.x.shape)
         want = reference(rig, s, d)
+        if not close(got, want):
+            return f"the loop computes something else when gradients are enabled, in {mode}."
         if not got.requires_grad:
             return Gradients(True)
         towards = torch.randn(want.shape, generator=torch.Generator().manual_seed(36)).to(want.dtype)

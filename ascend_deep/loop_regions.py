@@ -248,11 +248,13 @@ def draw(
     seed: int,
     scale: float = 1.0,
     ids: str = "distinct",
+    weight: float = 1.0,
 ) -> Draw:
     """Random tokens, ids and weights in the shapes and dtypes of ``values``; all other floats are random too.
 
     Args:
         scale: of the tokens.
+        weight: of the weights.
         ids: ``distinct`` in each row, some experts left out; ``one``: every token has the same; ``repeated``: the
             first choice twice; ``above``, ``below``: one choice of each row is no expert, greater or -1.
     """
@@ -280,7 +282,7 @@ def draw(
     weights = torch.ones(rows, r.k, dtype=x.dtype)
     if r.weights is not None:
         signs = torch.where(torch.rand(rows, r.k, generator=g) < 0.3, -1.0, 1.0)
-        weights = ((0.3 + torch.rand(rows, r.k, generator=g)) * signs).to(new[r.weights].dtype)
+        weights = (weight * (0.3 + torch.rand(rows, r.k, generator=g)) * signs).to(new[r.weights].dtype)
     base = new[r.base].reshape(rows, hidden).clone() if r.base is not None else None
     return _placed(new, r, x, idx, weights, base, experts)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep.loop_checks import INTERNALS
+from ascend_deep.loop_reads import settings
 
 _OURS = ("forward", "_apply", "__deepcopy__", "_ascend_deep_loop")
 
@@ -124,6 +125,7 @@ class Experts:
         modes: values of ``training`` for which it is.
         autocast: whether it is under autocast too.
         loop: what was found, kept for those who ask.
+        outside: globals that must not change, as (globals of a function, name).
     """
 
     def __init__(
@@ -138,11 +140,12 @@ class Experts:
         modes: tuple[bool, ...],
         autocast: bool,
         loop: Any,
+        outside: tuple[tuple[dict[str, Any], str], ...] = (),
     ) -> None:
         self.path, self.stacks, self.constants, self.calls = path, tuple(stacks), constants, calls
         self.watched, self.links = watched, links
         self.dtypes, self.modes, self.autocast = dtypes, modes, autocast
-        self.loop = loop
+        self.loop, self.outside = loop, outside
         self.w13: Any = None
         self.b13: Any = None
         self.w2: Any = None
@@ -241,9 +244,15 @@ class Experts:
         return wrong
 
     def _note_structure(self) -> None:
-        found: list[tuple[dict[str, Any], str]] = []
+        found: list[tuple[dict[str, Any], str]] = list(self.outside)
+        inherited: list[tuple[nn.Module, str]] = []
         for module, name in self.links:
             found.append((module._modules if name in module._modules else vars(module), name))
+            if name not in module._modules and name not in vars(module):
+                inherited.append((module, name))
+        self._inherited = (
+            [m for m, _ in inherited], [n for _, n in inherited], [getattr(m, n, None) for m, n in inherited],
+        )  # fmt: skip
         for module in self.watched:
             self._hooks += [getattr(module, name) for name in _HOOKS]
             found += [(module._modules, name) for name in module._modules]
@@ -251,6 +260,8 @@ class Experts:
             found.append((own, "forward"))  # nothing, unless somebody puts another one on the instance
             if not type(module).__module__.startswith("torch.nn"):
                 found += [(own, n) for n in own if n not in INTERNALS and n not in _OURS]
+            else:
+                found += [(own, n) for n in settings(module)]
         self._classes = (list(self.watched), [type(m) for m in self.watched])
         self._identities = ([held for held, _ in found], [n for _, n in found], [held.get(n) for held, n in found])
 
@@ -264,7 +275,10 @@ class Experts:
         if not all(map(operator.is_, map(dict.get, holders, names), values)):
             found = zip(holders, names, values, strict=True)
             name = next(n for held, n, value in found if held.get(n) is not value)
-            return f"{name!r} of one of its experts was replaced after prepare."
+            return f"{name!r}, of one of its experts or read by its loop, was replaced after prepare."
+        heirs, names, values = self._inherited
+        if [getattr(m, n, None) for m, n in zip(heirs, names, strict=True)] != values:
+            return "an attribute of a class that its loop reads was changed after prepare."
         if any(self._hooks):
             return "a hook was attached to one of its experts after prepare."
         return None
@@ -319,7 +333,8 @@ class Experts:
         stacks = [s.copied(memo) if s is not None else None for s in self.stacks]
         watched = tuple(copy.deepcopy(m, memo) for m in self.watched)
         links = tuple((copy.deepcopy(m, memo), n) for m, n in self.links)
-        fields = (self.constants, self.calls, watched, links, self.dtypes, self.modes, self.autocast, self.loop)
+        fields = (self.constants, self.calls, watched, links, self.dtypes, self.modes, self.autocast, self.loop,
+                  self.outside)  # fmt: skip
         return Experts(self.path, stacks, *fields)
 
     def __reduce__(self) -> Any:
