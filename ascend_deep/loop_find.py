@@ -192,8 +192,8 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
             reason = answer
     if not modes or not parts:
         return reason
-    answer = _dtypes(source, entry, path, found, parts, modes, shape)
-    return replace(answer, reads=functools.reduce(Reads.merged, watch)) if isinstance(answer, Loop) else answer
+    loop = _dtypes(source, entry, path, found, parts, modes, shape)
+    return replace(loop, reads=functools.reduce(Reads.merged, watch)) if isinstance(loop, Loop) else loop
 
 
 def _in_mode(
