@@ -323,6 +323,10 @@ def _tests(nodes: Sequence[ast.AST], given: set[str]) -> None:
                 continue  # zeros(batch, ..): a tensor of that size
             sized |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
         grown = len(sized) > before
+    converted = {
+        id(n) for s in nodes for i in ast.walk(s) if isinstance(i, ast.If) and _only_converts(i)
+        for n in (i, *ast.walk(i.test))
+    }  # fmt: skip
     for node in (n for s in nodes for n in ast.walk(s)):
         if isinstance(node, ast.Attribute) and node.attr in _MODES:
             raise Left(f"its code asks {node.attr}(), so what it computes depends on a mode.")
@@ -330,10 +334,21 @@ def _tests(nodes: Sequence[ast.AST], given: set[str]) -> None:
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):
             tests.append(node.test)
         for test in tests:
-            if any(isinstance(n, ast.Attribute) and n.attr in ("dtype", "is_floating_point") for n in ast.walk(test)):
+            asked = (n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute))
+            if id(node) not in converted and any(n in ("dtype", "is_floating_point") for n in asked):
                 raise Left("its code tests a dtype.")
             if any(_has_size(part, given, sized) for part in _operands(test)):
                 raise Left("its code tests how many tokens there are (a size of a batch or a sequence).")
+
+
+def _only_converts(node: ast.If) -> bool:
+    """``if x.dtype != w.dtype: x = x.to(w.dtype)``: the same in every dtype of which all things are."""
+    return not node.orelse and all(
+        isinstance(s, ast.Assign) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Attribute)
+        and s.value.func.attr in ("to", "type_as") and isinstance(s.value.func.value, ast.Name)
+        and [ast.unparse(t) for t in s.targets] == [s.value.func.value.id]
+        for s in node.body
+    )  # fmt: skip
 
 
 def _operands(test: ast.AST) -> Iterator[ast.AST]:

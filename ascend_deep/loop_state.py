@@ -274,8 +274,12 @@ class Experts:
         holders, names, values = self._identities
         if not all(map(operator.is_, map(dict.get, holders, names), values)):
             found = zip(holders, names, values, strict=True)
-            name = next(n for held, n, value in found if held.get(n) is not value)
-            return f"{name!r}, of one of its experts or read by its loop, was replaced after prepare."
+            place, name = next((held, n) for held, n, value in found if held.get(n) is not value)
+            if any(place is scope for scope, _ in self.outside):
+                return f"the global {name!r}, which its loop reads, was replaced after prepare."
+            if any(place is vars(module) for module, n in self.links if n == name):
+                return f"{name!r}, which its loop reads, was replaced after prepare."
+            return f"{name!r} of one of its experts was replaced after prepare."
         heirs, names, values = self._inherited
         if [getattr(m, n, None) for m, n in zip(heirs, names, strict=True)] != values:
             return "an attribute of a class that its loop reads was changed after prepare."
