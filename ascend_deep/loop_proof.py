@@ -77,7 +77,7 @@ def _weights(rig: Rig, s: Solved, records: Sequence[Record], numbers: Sequence[f
         return None
     enough = [v for v in values if v[s.roles.x].numel() >= 7 * v[s.roles.x].shape[-1]] or values
     some = min(enough, key=lambda v: int(v[s.roles.x].numel()))
-    scales = [*_WEIGHTS, *(n * f for n in numbers if n > 0 for f in (0.4, 2.5))]
+    scales = [*_WEIGHTS, *(n * f for n in numbers if 1e-12 < n < 1e12 for f in (0.4, 2.5))]
     for seed, scale in enumerate(dict.fromkeys(scales)):
         experts, offset = s.assignment.experts, s.assignment.offset
         d = draw(some, s.part, s.roles, experts, offset, 61 + seed % 7, weight=scale)

@@ -336,3 +336,47 @@ def test_a_number_of_a_layer_that_a_base_class_reads_counts() -> None:
     x = torch.randn(2, 9, HIDDEN)
     with torch.no_grad():
         torch.testing.assert_close(layers(x), original(x), rtol=1e-4, atol=1e-5)
+
+
+class Unlimited(Loop):
+    """A limit that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = float("inf")
+
+    def result(self, e: int, y: Tensor, weight: Tensor) -> Tensor:
+        return y.clamp(max=self.limit) * weight
+
+
+class Converts(Loop):
+    def result(self, e: int, y: Tensor, weight: Tensor) -> Tensor:
+        if y.dtype != weight.dtype:
+            y = y.to(weight.dtype)
+        return y * weight
+
+
+class MaskedBefore(Block):
+    """The mask is applied to the weights, before the loop: these statements stay."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        tokens = x.reshape(-1, HIDDEN)
+        _, weights, idx = self.router(tokens)
+        if mask is not None:
+            weights = weights * mask.reshape(-1, 1)
+        out = torch.zeros_like(tokens)
+        for e in range(EXPERTS):
+            token, slot = torch.where(idx == e)
+            out.index_add_(0, token, self.experts[e](tokens[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("make", [Unlimited, Converts, MaskedBefore])
+def test_what_looks_like_a_reason_and_is_none(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(11)
+    block = make()
+    original = copy.deepcopy(block)
+    assert len(ascend_deep.prepare(block).swapped) == 1
+    x, more = torch.randn(2, 9, HIDDEN), (torch.rand(2, 9) < 0.5,) if make is MaskedBefore else ()
+    with torch.no_grad():
+        torch.testing.assert_close(block(x, *more), original(x, *more), rtol=1e-4, atol=1e-5)
