@@ -377,6 +377,8 @@ def read_mask(call: Call) -> Term | None:
     if call.name == "aten.masked_fill":
         value = call.args["value"]
         return None if isinstance(value, Term) else call.make("Mask", [call.args["self"], call.args["mask"]], [value])
+    if "other" not in call.args:  # one-argument where gives indices
+        return None
     m, x, other = call.args["condition"], call.args["self"], call.args["other"]
     if isinstance(x, Term) or not isinstance(other, Term):
         return None

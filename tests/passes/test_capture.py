@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+import ascend_deep
 from ascend_deep.passes.capture import NotCaptured, capture, install
 from ascend_deep.passes.graph_view import GraphView, op_name
 
@@ -330,3 +331,17 @@ def test_functional_transforms_are_handed_over(transform: str) -> None:
     got = torch.compile(function, backend="ascend_deep", options={"downstream": "aot_eager"})(x)
     torch.testing.assert_close(got, function(x))
     assert torch._C._functorch.peek_interpreter_stack() is None
+
+
+def test_where_with_a_condition_only_is_read() -> None:
+    """It gives indices, and has one argument; a rule that looked for three raised."""
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, ids = x.softmax(-1).topk(2)
+        return weights, *torch.where(ids == 1)
+
+    x = torch.randn(5, 8)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(model, backend="ascend_deep", options={"downstream": "eager"}, fullgraph=True)(x)
+    torch.testing.assert_close(got, model(x))
+    assert ascend_deep.last_report().counts() == {"moe_route": 1}
