@@ -97,11 +97,13 @@ def randomise(model: nn.Module) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
+            # What init leaves out (the experts of Qwen3-Omni's talker) holds whatever was in memory: do not look at it.
+            if _matters(name) and tensor.dim() >= 2:
+                tensor.copy_(randn(tensor) * 0.2)
+                continue
             low, high = float(tensor.min()), float(tensor.max())
             if low == high and low in (0.0, 1.0):
                 tensor.copy_(randn(tensor) * 0.1 + low)
-            elif _matters(name) and tensor.dim() >= 2:
-                tensor.copy_(randn(tensor) * 0.2)
         for module in model.modules():
             table = getattr(module, "tid2eid", None)  # expert ids of every token: init sends all to expert 0
             if isinstance(table, Tensor):

@@ -98,3 +98,13 @@ def test_results_survive_json():
     result = Result(cell, "partial", 2, {"moe_route": 2}, {"moe_experts": "it cannot."}, 0.25, 3, 1.5)
     assert Result.from_dict(result.to_dict()) == result
     assert Cell.parse(cell.key) == cell and cell.way == "grouped_mm/training/dynamic"
+
+
+def test_builds_of_a_family_have_the_same_weights() -> None:
+    """transformers leaves the experts of this one uninitialised."""
+    family = find("qwen3_omni_moe-talker")
+    junk = torch.full((8, 80, 64), 3.0)
+    first = dict(build.build(family, "eager").model.named_parameters())
+    del junk
+    for name, parameter in build.build(family, "eager").model.named_parameters():
+        assert torch.equal(parameter, first[name]), name
