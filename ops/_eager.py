@@ -1,8 +1,8 @@
 """The short way of an eager call: straight to a kernel that checks its arguments itself.
 
 Between ``torch.ops`` and a kernel stand the dispatcher, twice, the autograd kernel, the argument checks and the choice
-of a provider. All of that is Python that a large product before the call has pushed out of the caches: 0.1 ms, as much
-as a tenth of the time of a decode step's experts. A kernel that accepts nothing that the op refuses (``tests/ops`` make
+of a provider. All of that is Python that a large product before the call has pushed out of the caches, which a decode
+step's experts feel. A kernel that accepts nothing that the op refuses (``tests/ops`` make
 sure of that) can be tried first; what it refuses takes the long way, which knows the reason or another provider. The
 dispatcher is left out only if nobody there would do anything: no gradient, no mode, no transform, no autocast, no
 tensor subclass. Lazy bits are resolved by the dispatcher when the kernel, an op itself, is called.
