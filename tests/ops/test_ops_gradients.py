@@ -272,5 +272,16 @@ def test_forward_mode_is_refused_and_gives_no_zeros(grad: bool) -> None:
         with pytest.raises((NotImplementedError, RuntimeError), match="forward"):
             ops.swiglu(dual)
         assert ops.swiglu(h).shape == (4, 3)
-    with torch.set_grad_enabled(grad), pytest.raises((NotImplementedError, RuntimeError), match="forward|functorch"):
+    with torch.set_grad_enabled(grad), pytest.raises((NotImplementedError, RuntimeError), match=r"forward|functorch"):
         torch.func.jvp(lambda t: ops.swiglu(t), (h,), (h,))
+
+
+@pytest.mark.parametrize("name", [n for n, op in ops.OPS.items() if op.differentiable])
+def test_no_op_loses_a_tangent(name: str) -> None:
+    sample = next(iter(ops.OPS[name].samples()))
+    args = list(sample.args)
+    at = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        args[at] = torch.autograd.forward_ad.make_dual(args[at].detach(), torch.ones_like(args[at]))
+        with pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative"):
+            ops.OPS[name].overload(*args, **sample.kwargs)
