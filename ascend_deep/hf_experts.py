@@ -98,6 +98,7 @@ def _call(module: Any, constants: tuple[Any, ...], x: Tensor, idx: Tensor, weigh
         b13,
         module.down_proj,
         b2,
+        None,
         act=act,
         alpha=alpha,
         limit=limit,

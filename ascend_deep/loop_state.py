@@ -206,6 +206,7 @@ class Experts:
             b13,
             w2,
             b2,
+            None,
             act=act,
             alpha=alpha,
             limit=limit,

@@ -42,6 +42,7 @@ class _Maker:
         dtype: torch.dtype = torch.float32,
         weights_dtype: torch.dtype = torch.float32,
         transposed: bool = False,
+        apart: bool = False,
         **attributes: Any,
     ) -> Sample:
         n = 2 * inner if gated else inner
@@ -52,6 +53,10 @@ class _Maker:
             w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
         if transposed:
             w13, w2 = w13.to(dtype).transpose(1, 2), w2.to(dtype).transpose(1, 2)
+        w3 = None
+        if apart:  # gate and up in two tensors, the second with room between the experts
+            w13, up = (half.contiguous() for half in w13.chunk(2, 1 if layout == "enk" else 2))
+            w3 = torch.stack((up, up + 1.0), 1)[:, 0].to(dtype)
         args = (
             self.randn(tokens, hidden).to(dtype),
             self.ids(tokens, experts, topk) if idx is None else idx,
@@ -60,6 +65,7 @@ class _Maker:
             self.randn(experts, n).to(dtype) if bias else None,
             w2.to(dtype),
             self.randn(experts, hidden).to(dtype) if bias else None,
+            w3,
         )
         kwargs = {
             "act": "silu",
@@ -102,6 +108,8 @@ def samples() -> Iterator[Sample]:
             ("weight_on_input-bias", {"weight_on_input": True, "bias": True, "act": "gelu"}),
             ("transposed", {"transposed": True, "bias": True}),
             ("odd", {"hidden": 13, "inner": 7, "tokens": 5, "topk": 3}),
+            ("apart", {"apart": True, "act": "gelu"}),
+            ("apart-oai-bias", {"apart": True, "bias": True, **_OAI}),
         ):
             yield make(f"{name}-{layout}", layout=layout, **attributes)
     yield make("all_on_one_expert", idx=torch.full((9, 1), 2), tokens=9, topk=1)
@@ -120,8 +128,10 @@ def samples() -> Iterator[Sample]:
     yield make("bf16", dtype=torch.bfloat16, hidden=33, inner=17, tokens=11)
     yield make("bf16-bf16_weights-ekn", dtype=torch.bfloat16, weights_dtype=torch.bfloat16, layout="ekn", bias=True)
     yield make("f16", dtype=torch.float16, bias=True, act="gelu")
+    yield make("bf16-apart", dtype=torch.bfloat16, apart=True, hidden=33, inner=17, tokens=19)
+    yield make("apart-weight_on_input", apart=True, weight_on_input=True, topk=1, bias=True)
     sliced = make("sliced", hidden=12, inner=8, tokens=8)
-    _, idx, weights, w13, _, w2, _ = sliced.args
+    _, idx, weights, w13, _, w2, *_ = sliced.args
     views = (
         make.randn(16, 24)[::2, 5:17],
         idx.t().contiguous().t(),
@@ -129,6 +139,7 @@ def samples() -> Iterator[Sample]:
         torch.cat((w13, w13), 2)[:, :, 3:15],
         None,
         torch.cat((w2, w2), 0)[::2],
+        None,
         None,
     )
     yield Sample("sliced", views, sliced.kwargs)

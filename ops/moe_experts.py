@@ -7,6 +7,8 @@ or, with ``weight_on_input`` (Llama-4), ``weights[t,k] * x[t]`` enters the first
 
 * Layouts: ``"enk"`` w13 [E, N, H] and w2 [E, H, I], as ``nn.Linear`` stores them; ``"ekn"`` w13 [E, H, N] and
   w2 [E, I, H]. Any strides. N = 2 I: experts with a gate, ``interleaved`` says how the halves lie; N = I: without.
+* Gate and up in two tensors: ``w13`` (N = I) is the gate and ``w3``, of the same shape, is up. ``b13`` [E, 2 I] holds
+  the biases of both, those of the gate first.
 * An id outside [expert_offset, expert_offset + E) contributes exactly zero and nothing is read for it, so what other
   ranks left there, NaN included, does not matter. Repeated ids in a row count as often as they appear.
 * Products and sums in f32 (f64 for f64 inputs), rounded once at the end. The hidden activation stays in f32 here; a
@@ -30,7 +32,15 @@ from ascend_deep.ops._moe_experts_samples import samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops.activations import ACTIVATIONS, check_activation
 
-__all__ = ["MOE_EXPERTS", "WEIGHT_LAYOUTS", "active_experts", "check_experts", "moe_experts", "split_gate_up"]
+__all__ = [
+    "MOE_EXPERTS",
+    "WEIGHT_LAYOUTS",
+    "active_experts",
+    "check_experts",
+    "first_weight",
+    "moe_experts",
+    "split_gate_up",
+]
 
 WEIGHT_LAYOUTS = ("enk", "ekn")
 
@@ -43,6 +53,7 @@ def moe_experts(
     b13: Tensor | None = None,
     w2: Tensor | None = None,
     b2: Tensor | None = None,
+    w3: Tensor | None = None,
     *,
     act: str = "silu",
     alpha: float = 1.0,
@@ -60,7 +71,8 @@ def moe_experts(
         idx: [T, K] i64 or i32, global expert ids; ids outside the local range are skipped, -1 always.
         weights: [T, K], f32, bf16, f16 or f64, whatever the dtype of ``x``; never rounded.
         w13, w2: expert weights in the dtype of ``x``, shapes by ``weight_layout``. ``w2`` is required.
-        b13, b2: [E, N] and [E, H] in the dtype of ``x``, or ``None``.
+        b13, b2: [E, N] and [E, H] in the dtype of ``x``, or ``None``; with ``w3`` b13 is [E, 2 I].
+        w3: the up half, if ``w13`` is the gate alone; shape, dtype and layout of ``w13``.
         act, alpha, limit, interleaved: see ``ops/activations.py``; ``interleaved`` needs experts with a gate.
         weight_layout: ``"enk"`` or ``"ekn"``.
         weight_on_input: the routing weight multiplies the input instead of the output.
@@ -68,8 +80,8 @@ def moe_experts(
         out_dtype: floating dtype of the result; ``None``: that of ``x``.
 
     Returns:
-        [T, H], contiguous. Differentiable once in x, weights, w13, b13, w2 and b2; the gradient of an expert without
-        tokens is exactly zero; gradients have the dtypes of their inputs.
+        [T, H], contiguous. Differentiable once in x, weights, w13, b13, w2, b2 and w3; the gradient of an expert
+        without tokens is exactly zero; gradients have the dtypes of their inputs.
 
     Raises:
         ValueError, TypeError: one sentence that names the argument.
@@ -86,6 +98,7 @@ def moe_experts(
         b13,
         w2,
         b2,
+        w3,
         act=act,
         alpha=alpha,
         limit=limit,
@@ -106,6 +119,7 @@ def check_experts(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None,
     *,
     act: str,
     alpha: float,
@@ -145,8 +159,10 @@ def check_experts(
     ):
         if found is not wanted:
             _check.size(op, what, found, wanted, source)
-    gated = n != i
-    if gated and n != 2 * i:
+    gated = w3 is not None or n != i
+    if w3 is not None:
+        _check_up(op, x, w13, w3, n, i, interleaved)
+    elif gated and n != 2 * i:
         raise ValueError(
             f"{op}: w13 has N = {n} and w2 has I = {i}; N must be 2 I (gate and up) or I (no gate), "
             f"in layout {weight_layout!r}."
@@ -161,9 +177,20 @@ def check_experts(
     if not (device == idx.device == weights.device == w13.device == w2.device):
         _check.same_device(op, "x", x, idx=idx, weights=weights, w13=w13, w2=w2)
     if b13 is not None:
-        _check_bias(op, x, "b13", b13, "[E, N]", experts, n)
+        _check_bias(op, x, "b13", b13, "[E, N]", experts, n if w3 is None else 2 * n)
     if b2 is not None:
         _check_bias(op, x, "b2", b2, "[E, H]", experts, hidden)
+
+
+def _check_up(op: str, x: Tensor, w13: Tensor, w3: Tensor, n: Any, i: Any, interleaved: bool) -> None:
+    _check.dtypes(op, "w3", w3, (x.dtype,))
+    _check.rank(op, "w3", w3, "the shape of w13", 3)
+    for dim in range(3):
+        _check.size(op, f"size {dim} of w3", w3.shape[dim], w13.shape[dim], "that of w13")
+    _check.size(op, "N of w13, which with w3 is the gate alone,", n, i, "I of w2")
+    _check.same_device(op, "x", x, w3=w3)
+    if interleaved:
+        raise ValueError(f"{op}: interleaved is True, but gate and up are two tensors, w13 and w3.")
 
 
 def _check_bias(op: str, x: Tensor, name: str, bias: Tensor, shape: str, experts: int, width: int) -> None:
@@ -182,6 +209,7 @@ def _check_args(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -201,6 +229,7 @@ def _check_args(
         b13,
         w2,
         b2,
+        w3,
         act=act,
         alpha=alpha,
         limit=limit,
@@ -228,6 +257,12 @@ def active_experts(idx: Tensor, experts: int, expert_offset: int) -> list[tuple[
     return found
 
 
+def first_weight(w13: Tensor, w3: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    """The first weight [H, N] of one expert, from w13 and w3 as [E, H, ..]; gate before up if they are two tensors."""
+    first = w13[expert].to(dtype)
+    return first if w3 is None else torch.cat((first, w3[expert].to(dtype)), 1)
+
+
 def split_gate_up(h: Tensor, gated: bool, interleaved: bool) -> tuple[Tensor, Tensor | None]:
     """Gate and up as views of the first product; up is ``None`` without a gate."""
     if not gated:
@@ -246,6 +281,7 @@ def _reference(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -260,7 +296,8 @@ def _reference(
     activation = ACTIVATIONS[act]
     if weight_layout == "enk":
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    gated = w13.shape[2] != w2.shape[1]
+        w3 = None if w3 is None else w3.transpose(1, 2)
+    gated = w3 is not None or w13.shape[2] != w2.shape[1]
     slots = idx.shape[1]
     flat_weights = weights.reshape(-1)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -270,7 +307,7 @@ def _reference(
         rows = x[tokens].to(dtype)
         if weight_on_input:
             rows = rows * weight
-        h = rows @ w13[e].to(dtype)
+        h = rows @ first_weight(w13, w3, e, dtype)
         if b13 is not None:
             h += b13[e]
         gate, up = split_gate_up(h, gated, interleaved)
@@ -292,13 +329,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    # Order of the inputs: x, idx, weights, w13, b13, w2, b2; idx has no gradient.
-    mask = [needs[0], *needs[2:7]]
+    # Order of the inputs: x, idx, weights, w13, b13, w2, b2, w3; idx has no gradient.
+    mask = [needs[0], *needs[2:8]]
     grads = torch.ops.ascend_deep.moe_experts_backward.default(
         grad.contiguous(), *ctx.saved_tensors, **ctx.attributes, output_mask=mask
     )
-    dx, d_weights, d_w13, d_b13, d_w2, d_b2 = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
-    return dx, None, d_weights, d_w13, d_b13, d_w2, d_b2
+    dx, *others = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
+    return dx, None, *others
 
 
 def _autocast(
@@ -345,8 +382,8 @@ TOLERANCE = {
 MOE_EXPERTS = OpDef(
     name="moe_experts",
     schema=(
-        "(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, *, str act, "
-        "float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, SymInt expert_offset, "
+        "(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, Tensor? w3, *, "
+        "str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, SymInt expert_offset, "
         "ScalarType? out_dtype) -> Tensor"
     ),
     check=_check_args,
@@ -358,5 +395,5 @@ MOE_EXPERTS = OpDef(
     debug=_debug,
     tolerance=TOLERANCE,
     samples=samples,
-    differentiable=("x", "weights", "w13", "b13", "w2", "b2"),
+    differentiable=("x", "weights", "w13", "b13", "w2", "b2", "w3"),
 )

@@ -26,7 +26,7 @@ from ascend_deep.ops import _check
 from ascend_deep.ops._moe_experts_samples import samples as forward_samples
 from ascend_deep.ops._op import OpDef, Sample, Tolerance
 from ascend_deep.ops.activations import ACTIVATIONS
-from ascend_deep.ops.moe_experts import active_experts, check_experts, split_gate_up
+from ascend_deep.ops.moe_experts import active_experts, check_experts, first_weight, split_gate_up
 
 __all__ = ["MOE_EXPERTS_BACKWARD", "moe_experts_backward"]
 
@@ -42,6 +42,7 @@ def moe_experts_backward(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str = "silu",
     alpha: float = 1.0,
@@ -50,14 +51,14 @@ def moe_experts_backward(
     weight_layout: str = "enk",
     weight_on_input: bool = False,
     expert_offset: int = 0,
-    output_mask: tuple[bool, ...] = (True, True, True, True, True, True),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``moe_experts`` for (x, weights, w13, b13, w2, b2), in the dtypes of those.
+    output_mask: tuple[bool, ...] = (True,) * 7,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``moe_experts`` for (x, weights, w13, b13, w2, b2, w3), in the dtypes of those.
 
     Args:
         grad: [T, H], any floating dtype, any strides.
-        output_mask: which of the six gradients to compute; the others come back as empty [0] tensors, and so do those
-            of absent biases.
+        output_mask: which of the seven gradients to compute; the others come back as empty [0] tensors, and so do
+            those of absent inputs.
         others: as for ``moe_experts``.
 
     Raises:
@@ -72,6 +73,7 @@ def moe_experts_backward(
         b13,
         w2,
         b2,
+        w3,
         act=act,
         alpha=alpha,
         limit=limit,
@@ -92,6 +94,7 @@ def _check_args(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -103,14 +106,14 @@ def _check_args(
     output_mask: list[bool],
 ) -> None:
     attributes: dict[str, Any] = {"act": act, "alpha": alpha, "limit": limit, "interleaved": interleaved}
-    check_experts(_OP, x, idx, weights, w13, b13, w2, b2, **attributes, weight_layout=weight_layout)
+    check_experts(_OP, x, idx, weights, w13, b13, w2, b2, w3, **attributes, weight_layout=weight_layout)
     _check.dtypes(_OP, "grad", grad, _check.FLOATING)
     _check.rank(_OP, "grad", grad, "[T, H]", 2)
     _check.size(_OP, "the number of rows of grad", grad.shape[0], x.shape[0], "the number of tokens of x")
     _check.size(_OP, "the number of columns of grad", grad.shape[1], x.shape[1], "H of x")
     _check.same_device(_OP, "x", x, grad=grad)
-    if len(output_mask) != 6:
-        raise ValueError(f"{_OP}: output_mask has {len(output_mask)} entries; it must have 6, one per gradient.")
+    if len(output_mask) != 7:
+        raise ValueError(f"{_OP}: output_mask has {len(output_mask)} entries; it must have 7, one per gradient.")
 
 
 def _reference(
@@ -122,6 +125,7 @@ def _reference(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -131,20 +135,22 @@ def _reference(
     weight_on_input: bool,
     expert_offset: int,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = _check.compute_dtype(x.dtype)
     activation = ACTIVATIONS[act]
-    outputs = _empty_outputs(x, weights, w13, b13, w2, b2, output_mask, zeros=True)
-    _, _, d_w13, d_b13, d_w2, d_b2 = outputs
-    need_x, need_weights, need_w13, need_b13, need_w2, need_b2 = _wanted(b13, b2, output_mask)
+    outputs = _empty_outputs(x, weights, w13, b13, w2, b2, w3, output_mask, zeros=True)
+    _, _, d_w13, d_b13, d_w2, d_b2, d_w3 = outputs
+    need_x, need_weights, need_w13, need_b13, need_w2, need_b2, need_w3 = _wanted(b13, b2, w3, output_mask)
     # Sums over the slots of a token run across experts: kept in the compute dtype until the end.
     d_x = torch.zeros(x.shape if need_x else (0,), dtype=dtype, device=x.device)
     d_weights = torch.zeros(weights.shape if need_weights else (0,), dtype=dtype, device=x.device)
     flat_d_weights = d_weights.view(-1)
     enk = weight_layout == "enk"
     if enk:
-        w13, w2, d_w13, d_w2 = (t.transpose(1, 2) if t.dim() == 3 else t for t in (w13, w2, d_w13, d_w2))
-    gated = w13.shape[2] != w2.shape[1]
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+        w3 = None if w3 is None else w3.transpose(1, 2)
+        d_w13, d_w2, d_w3 = (t.transpose(1, 2) if t.dim() == 3 else t for t in (d_w13, d_w2, d_w3))
+    gated = w3 is not None or w13.shape[2] != w2.shape[1]
     slots = idx.shape[1]
     flat_weights = weights.reshape(-1)
     for e, positions in active_experts(idx, w13.shape[0], expert_offset):
@@ -154,7 +160,7 @@ def _reference(
         tokens_x = x[tokens].to(dtype)
         rows = tokens_x * weight if weight_on_input else tokens_x
         weighted = g if weight_on_input else g * weight
-        first, second = w13[e].to(dtype), w2[e].to(dtype)
+        first, second = first_weight(w13, w3, e, dtype), w2[e].to(dtype)
         if need_b2:
             d_b2[e] = weighted.sum(0)
         h = rows @ first
@@ -169,7 +175,7 @@ def _reference(
             if need_weights and not weight_on_input:
                 d_p = (a * d_a).sum(1)
                 flat_d_weights[positions] = d_p if b2 is None else d_p + g @ b2[e].to(dtype)
-        if not (need_x or need_w13 or need_b13 or (need_weights and weight_on_input)):
+        if not (need_x or need_w13 or need_b13 or need_w3 or (need_weights and weight_on_input)):
             continue
         d_gate, d_up = activation.backward(d_a if weight_on_input else d_a * weight, gate, up, alpha, limit)
         if d_up is None:
@@ -181,7 +187,9 @@ def _reference(
         if need_b13:
             d_b13[e] = d_h.sum(0)
         if need_w13:
-            d_w13[e] = rows.t() @ d_h
+            d_w13[e] = rows.t() @ (d_h if w3 is None else d_gate)
+        if need_w3:
+            d_w3[e] = rows.t() @ d_up
         if need_x or (need_weights and weight_on_input):
             d_rows = d_h @ first.t()
             if need_weights and weight_on_input:
@@ -195,9 +203,11 @@ def _reference(
     )
 
 
-def _wanted(b13: Tensor | None, b2: Tensor | None, output_mask: list[bool]) -> tuple[bool, ...]:
-    x, weights, first, first_bias, second, second_bias = output_mask
-    return x, weights, first, first_bias and b13 is not None, second, second_bias and b2 is not None
+def _wanted(
+    b13: Tensor | None, b2: Tensor | None, w3: Tensor | None, output_mask: list[bool]
+) -> tuple[bool, bool, bool, bool, bool, bool, bool]:
+    x, weights, first, bias, second, last_bias, up = output_mask
+    return x, weights, first, bias and b13 is not None, second, last_bias and b2 is not None, up and w3 is not None
 
 
 def _empty_outputs(
@@ -207,9 +217,10 @@ def _empty_outputs(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None,
     output_mask: list[bool],
     zeros: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Contiguous outputs, [0] for those that are not wanted."""
 
     def one(like: Tensor | None, wanted: bool) -> Tensor:
@@ -217,9 +228,9 @@ def _empty_outputs(
         shape = source.shape if wanted and like is not None else (0,)
         return source.new_zeros(shape) if zeros else source.new_empty(shape)
 
-    inputs = (x, weights, w13, b13, w2, b2)
-    a, b, c, d, e, f = (one(t, w) for t, w in zip(inputs, _wanted(b13, b2, output_mask), strict=True))
-    return a, b, c, d, e, f
+    inputs = (x, weights, w13, b13, w2, b2, w3)
+    a, b, c, d, e, f, g = (one(t, w) for t, w in zip(inputs, _wanted(b13, b2, w3, output_mask), strict=True))
+    return a, b, c, d, e, f, g
 
 
 def _fake(
@@ -231,11 +242,12 @@ def _fake(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     output_mask: list[bool],
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    return _empty_outputs(x, weights, w13, b13, w2, b2, output_mask)
+    return _empty_outputs(x, weights, w13, b13, w2, b2, w3, output_mask)
 
 
 def _samples() -> Iterator[Sample]:
@@ -245,7 +257,7 @@ def _samples() -> Iterator[Sample]:
         attributes = {k: v for k, v in sample.kwargs.items() if k != "out_dtype"}
         grad = torch.randn(x.shape, generator=g).to(sample.kwargs["out_dtype"] or x.dtype)
         # Every third call asks for some of the gradients only.
-        mask = [True] * 6 if n % 3 else [bool((n >> bit) & 1) for bit in range(6)]
+        mask = [True] * 7 if n % 3 else [bool((n >> bit) & 1) for bit in range(6)] + [n % 2 == 0]
         yield Sample(sample.name, (grad, *sample.args), {**attributes, "output_mask": mask})
 
 
@@ -254,9 +266,9 @@ _REASON = "as the forward; sums over the tokens of an expert, in any order"
 MOE_EXPERTS_BACKWARD = OpDef(
     name=_OP,
     schema=(
-        "(Tensor grad, Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, *, "
-        "str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, "
-        "SymInt expert_offset, bool[6] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor grad, Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, "
+        "Tensor? w3, *, str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, "
+        "SymInt expert_offset, bool[7] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     check=_check_args,
     reference=_reference,

@@ -247,6 +247,7 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
         biases["b13"],
         w2,
         biases["b2"],
+        None,
         **{name: solution.attrs[name] for name in _ATTRS},
     )
     if region.outputs[0].meta["val"].dim() != 2:

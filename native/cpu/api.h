@@ -59,6 +59,9 @@ struct Experts {
   const void* x;
   int64_t x_stride;  // between rows, in elements; the last dimension has stride 1
   WeightView w13, w2;
+  // The up half, if w13 is the gate alone: base (else nullptr) and stride between experts; otherwise as w13.
+  const void* w3;
+  int64_t w3_se;
   BiasView b13, b2;
   Activation act;
   bool gated, interleaved, weight_on_input;

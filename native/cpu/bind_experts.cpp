@@ -128,7 +128,7 @@ void run(const Experts& a, const Kernels& isa) {
 
 Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights, const Tensor& w13,
                    const std::optional<Tensor>& b13, const Tensor& w2, const std::optional<Tensor>& b2,
-                   const std::string& act, double alpha, std::optional<double> limit, bool interleaved,
+                   const std::optional<Tensor>& w3, const std::string& act, double alpha, std::optional<double> limit, bool interleaved,
                    const std::string& weight_layout, bool weight_on_input, int64_t expert_offset,
                    std::optional<ScalarType> out_dtype) {
   check_dim(x_in, "x", 2);
@@ -145,6 +145,18 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
   STD_TORCH_CHECK(k13 == hidden && n2 == hidden, "ascend_deep: x has ", hidden, " columns, but w13 is ", shape_of(w13),
                   " and w2 is ", shape_of(w2), " with weight_layout '", weight_layout, "'.");
   STD_TORCH_CHECK(w2.size(0) == experts, "ascend_deep: w13 has ", experts, " experts and w2 has ", w2.size(0), ".");
+  if (w3) {
+    check_dim(*w3, "w3", 3);
+    STD_TORCH_CHECK(n13 == inter, "ascend_deep: with w3, w13 is the gate alone and gives as many values as w2 takes, ",
+                    inter, "; it gives ", n13, ".");
+    STD_TORCH_CHECK(shape_of(*w3) == shape_of(w13), "ascend_deep: w3 is ", shape_of(*w3), ", it has to be ",
+                    shape_of(w13), " as w13.");
+    STD_TORCH_CHECK(w3->scalar_type() == w13.scalar_type(), "ascend_deep: w3 has dtype ", name_of(w3->scalar_type()),
+                    " and w13 ", name_of(w13.scalar_type()), ", they have to be the same.");
+    STD_TORCH_CHECK(!interleaved, "ascend_deep: interleaved is True, but gate and up are two tensors, w13 and w3.");
+    STD_TORCH_CHECK(w3->stride(1) == w13.stride(1) && w3->stride(2) == w13.stride(2), "ascend_deep: w3 has strides [",
+                    w3->stride(0), ", ", w3->stride(1), ", ", w3->stride(2), "], the last two have to be those of w13.");
+  }
   STD_TORCH_CHECK(n13 == 2 * inter || n13 == inter, "ascend_deep: w13 gives ", n13, " values per token, w2 takes ", inter,
                   ": the first has to be twice the second (gated) or equal to it.");
   STD_TORCH_CHECK(idx.size(0) == tokens && weights.size(0) == tokens && idx.size(1) == weights.size(1),
@@ -171,10 +183,14 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
   a.x_stride = x.stride(0);
   a.w13 = view(w13, "w13", kn);
   a.w2 = view(w2, "w2", kn);
-  a.b13 = bias(b13, "b13", experts, n13);
+  if (w3) {
+    a.w3 = w3->const_data_ptr();
+    a.w3_se = w3->stride(0);
+  }
+  a.b13 = bias(b13, "b13", experts, w3 ? 2 * n13 : n13);
   a.b2 = bias(b2, "b2", experts, hidden);
   a.act = activation(act, alpha, limit);
-  a.gated = n13 != inter;
+  a.gated = w3 || n13 != inter;
   a.interleaved = interleaved;
   // The rest of what the op refuses: callers may come here first, see ops/_eager.py.
   STD_TORCH_CHECK(a.gated || !(interleaved || a.act.act == kSwigluOai), "ascend_deep: interleaved halves and act ",
@@ -211,8 +227,8 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ascend_deep_cpu, m) {
   m.def(
-      "moe_experts(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, *, str act, "
-      "float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, int expert_offset, "
+      "moe_experts(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, "
+      "Tensor? w3=None, *, str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, int expert_offset, "
       "ScalarType? out_dtype) -> Tensor");
 }
 

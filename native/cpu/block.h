@@ -26,7 +26,8 @@ template <typename W>
 Block<W> up_block(const Experts& a, int64_t expert, int64_t i0, int64_t n) {
   const bool pairs = a.gated && a.interleaved;
   const W* gate = static_cast<const W*>(a.w13.base) + expert * a.w13.se + i0 * (pairs ? 2 : 1) * a.w13.sn;
-  const W* up = gate + (pairs ? 1 : a.intermediate) * a.w13.sn;
+  const W* up = a.w3 ? static_cast<const W*>(a.w3) + expert * a.w3_se + i0 * a.w13.sn
+                     : gate + (pairs ? 1 : a.intermediate) * a.w13.sn;
   Block<W> b;
   b.valid = n;
   b.step = (pairs ? 2 : 1) * a.w13.sn * static_cast<int64_t>(sizeof(W));

@@ -45,7 +45,8 @@ template <typename W>
 Columns<W> up_columns(const Experts& a, int64_t expert, int64_t i0, int64_t n) {
   const bool pairs = a.gated && a.interleaved;
   const W* first = static_cast<const W*>(a.w13.base) + expert * a.w13.se + i0 * (pairs ? 2 : 1);
-  return {{first, first + a.intermediate}, {pairs ? 2 * n : n, n}, a.gated && !pairs ? 2 : 1, a.w13.sk};
+  const W* second = a.w3 ? static_cast<const W*>(a.w3) + expert * a.w3_se + i0 : first + a.intermediate;
+  return {{first, second}, {pairs ? 2 * n : n, n}, a.gated && !pairs ? 2 : 1, a.w13.sk};
 }
 
 template <typename W>

@@ -95,6 +95,7 @@ def _experts_limits(
     b13: torch.Tensor | None,
     w2: torch.Tensor,
     b2: torch.Tensor | None,
+    w3: torch.Tensor | None = None,
     *,
     act: str,
     out_dtype: torch.dtype | None,
@@ -114,6 +115,11 @@ def _experts_limits(
         return f"weights has dtype {weights.dtype}; the kernel takes float32 and bfloat16."
     if out_dtype not in (None, *_FLOATS):
         return f"out_dtype is {out_dtype}; the kernel writes float32 and bfloat16."
+    if w3 is not None and w3.stride()[1:] != w13.stride()[1:]:
+        return (
+            f"w3 has strides {tuple(w3.stride())} and w13 {tuple(w13.stride())}; the kernel wants the last two of both "
+            "to be the same."
+        )
     for name, w in (("w13", w13), ("w2", w2)):
         if w.dim() == 3 and 1 not in w.stride()[1:] and min(w.shape[1:]) > 1:
             return f"{name} has strides {tuple(w.stride())}; the kernel wants 1 in one of the last two dimensions."

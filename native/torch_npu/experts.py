@@ -77,6 +77,7 @@ def moe_experts(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -94,8 +95,13 @@ def moe_experts(
     rows, row_map, counts = sorted_rows(x, idx, first.shape[0], expert_offset)
     if weight_on_input:
         rows = (rows * row_values(weights.to(torch.float32), row_map).unsqueeze(1)).to(x.dtype)
-    h = grouped_matmul(rows, first, b13, counts)
-    gated = first.shape[2] != second.shape[1]
+    if w3 is None:
+        h = grouped_matmul(rows, first, b13, counts)
+    else:  # the halves of the hidden rows are joined, not the weights
+        up, _ = weights_of(w3, w2, weight_layout)
+        b1, b3 = _halves(b13)
+        h = torch.cat((grouped_matmul(rows, first, b1, counts), grouped_matmul(rows, up, b3, counts)), -1)
+    gated = w3 is not None or first.shape[2] != second.shape[1]
     hidden = activate(h, act, alpha, limit, interleaved, gated, target)
     y = grouped_matmul(hidden, second, b2, counts)
     scales = weights.new_ones(weights.shape) if weight_on_input else weights
@@ -103,6 +109,14 @@ def moe_experts(
     row_dtype, scale_dtype = scales_with(target, wide, scales.dtype)
     out = finalize(y.to(row_dtype), row_map, scales.to(scale_dtype).contiguous())
     return out.to(out_dtype or x.dtype)
+
+
+def _halves(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The biases of gate and up, contiguous."""
+    if bias is None:
+        return None, None
+    gate, up = bias.chunk(2, -1)
+    return gate.contiguous(), up.contiguous()
 
 
 def limits(
@@ -114,6 +128,7 @@ def limits(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -138,7 +153,10 @@ def limits(
     out = Spec(out.shape, row_dtype)
     return (
         sort_refusal(target, x, idx, first.shape[0])
-        or product_refusal(target, rows, first, b13)
+        or product_refusal(target, rows, first, b13 if w3 is None else _halves(b13)[0])
+        or (
+            None if w3 is None else product_refusal(target, rows, weights_of(w3, w2, weight_layout)[0], _halves(b13)[1])
+        )
         or product_refusal(target, hidden, second, b2)
         or finalize_refusal(target, out, (idx.shape[0], idx.shape[1]), scale_dtype)
         or _empty(x)

@@ -35,6 +35,7 @@ def moe_experts_backward(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -44,9 +45,9 @@ def moe_experts_backward(
     weight_on_input: bool,
     expert_offset: int,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the op says; the schema's arguments."""
-    need_x, need_weights, need_w13, _, need_w2, _ = output_mask
+    need_x, need_weights, need_w13, _, need_w2, _, _ = output_mask
     first, second = weights_of(w13, w2, weight_layout)
     experts = first.shape[0]
     rows, row_map, counts = sorted_rows(x, idx, experts, expert_offset)
@@ -74,7 +75,8 @@ def moe_experts_backward(
             d_rows = grouped_matmul(d_h, first.transpose(1, 2), None, counts)
             d_x = finalize(d_rows, row_map, d_rows.new_ones(idx.shape))
     no_weights = weights.new_empty(0)
-    return d_x, d_weights if need_weights else no_weights, d_w13, empty.clone(), d_w2, empty.clone()
+    d_weights = d_weights if need_weights else no_weights
+    return d_x, d_weights, d_w13, empty.clone(), d_w2, empty.clone(), empty.clone()
 
 
 def _outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
@@ -102,6 +104,7 @@ def limits(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -117,6 +120,8 @@ def limits(
         return "float64 is asked for; the vendor's ops have 16 and 32 bits."
     if grad.dtype.itemsize > x.dtype.itemsize:
         return f"grad has dtype {grad.dtype} and x {x.dtype}; the gradient would be rounded before the products."
+    if w3 is not None:
+        return "gate and up have separate weights; this provider's backward takes them in one tensor."
     first, second = weights_of(w13, w2, weight_layout)
     if act != "silu" or limit is not None or interleaved or first.shape[2] == second.shape[1]:
         return f"act is {act!r} with limit {limit}; the vendor has a backward for silu with a gate in halves."

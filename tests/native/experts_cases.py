@@ -31,13 +31,14 @@ class Call:
     weight_on_input: bool = False
     expert_offset: int = 0
     out_dtype: torch.dtype | None = None
+    w3: Tensor | None = None
 
     def but(self, **changes: Any) -> Call:
         return replace(self, **changes)
 
     def run(self) -> Tensor:
         out: Tensor = CPU.kernels["moe_experts"](
-            self.x, self.idx, self.weights, self.w13, self.b13, self.w2, self.b2,
+            self.x, self.idx, self.weights, self.w13, self.b13, self.w2, self.b2, self.w3,
             act=self.act, alpha=self.alpha, limit=self.limit, interleaved=self.interleaved,
             weight_layout=self.weight_layout, weight_on_input=self.weight_on_input,
             expert_offset=self.expert_offset, out_dtype=self.out_dtype,
@@ -107,6 +108,8 @@ def activate(g: Tensor, u: Tensor | None, act: str, alpha: float, limit: float |
 def truth(c: Call) -> Tensor:
     """[T, H] in float64: one token and one slot at a time."""
     w13, w2 = c.w13.double(), c.w2.double()
+    if c.w3 is not None:
+        w13 = torch.cat((w13, c.w3.double()), 1 if c.weight_layout == "enk" else 2)
     if c.weight_layout == "ekn":
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     gated = w13.shape[1] != w2.shape[2]

@@ -86,6 +86,38 @@ def test_ids_outside_the_range_read_nothing(each_isa: str, layout: str, index_dt
     assert (got[dropped] == 0).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 17, 64, 130])
+@pytest.mark.parametrize("layout", ["enk", "ekn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_in_two_tensors(each_isa: str, dtype: torch.dtype, layout: str, tokens: int) -> None:
+    """Same bits as with one tensor: the kernel reads the two where they lie."""
+    for attributes in ({"act": "silu", "inter": 77}, {"act": "gelu_tanh", "limit": 0.7, "bias": True, "inter": 33}):
+        call = make(torch.Generator().manual_seed(tokens), tokens=tokens, dtype=dtype, layout=layout, **attributes)
+        gate, up = call.w13.chunk(2, 1 if layout == "enk" else 2)
+        roomy = torch.stack((up, torch.full_like(up, torch.nan)), 1)[:, 0]  # another stride between experts
+        apart = call.but(w13=gate.contiguous(), w3=roomy)
+        assert_right(apart)
+        assert torch.equal(apart.run(), call.run())
+
+
+def test_halves_of_other_strides_are_refused(each_isa: str) -> None:
+    call = make(torch.Generator().manual_seed(1), tokens=3)
+    gate, up = (half.contiguous() for half in call.w13.chunk(2, 1))
+    turned = up.transpose(1, 2).contiguous().transpose(1, 2)
+    args = (call.x, call.idx, call.weights, gate, None, call.w2, None, turned)
+    reason = CPU.limits["moe_experts"](*args, act="silu", out_dtype=None)
+    assert reason is not None and "w3 has strides" in reason and "to be the same" in reason
+    for change, words in (
+        ({"w3": turned}, "w3 has strides"),
+        ({"w3": up[:, 1:]}, "w3 is \\[5, 16, 33\\], it has to be \\[5, 17, 33\\]"),
+        ({"w3": up.bfloat16()}, "w3 has dtype bfloat16 and w13 float32"),
+        ({"w3": up, "interleaved": True}, "interleaved is True, but gate and up are two tensors"),
+        ({"w3": call.w13, "w13": call.w13}, "w13 is the gate alone"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call.but(**{"w13": gate, **change}).run()
+
+
 def test_no_id_is_local(each_isa: str) -> None:
     call = make(torch.Generator().manual_seed(2), tokens=9, dtype=torch.bfloat16)
     call.expert_offset = 1000

@@ -64,6 +64,7 @@ def moe_experts(
     b13: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
+    w3: Tensor | None = None,
     *,
     act: str,
     alpha: float,
@@ -86,6 +87,8 @@ def moe_experts(
             if not 0 <= e < w13.shape[0]:
                 continue
             first, second = w13[e].double(), w2[e].double()
+            if w3 is not None:
+                first = torch.cat((first, w3[e].double()), 0 if weight_layout == "enk" else 1)
             if weight_layout == "ekn":
                 first, second = first.t(), second.t()
             weight = float(weights[t, k])

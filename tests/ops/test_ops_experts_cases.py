@@ -276,6 +276,20 @@ def test_wild_ids_do_not_crash_the_process() -> None:
         ),
         ({"w13": torch.randn(6, 12, 16), "act": "swiglu_oai"}, ValueError, "'swiglu_oai' needs a gate and an up half"),
         ({"w2": None}, TypeError, "w2 is missing"),
+        ({"w3": torch.randn(6, 24, 16)}, ValueError, "the gate alone, is 24, but I of w2 is 12"),
+        ({"w13": torch.randn(6, 12, 16), "w3": torch.randn(6, 11, 16)}, ValueError, "size 1 of w3 is 11, but that of"),
+        ({"w13": torch.randn(6, 12, 16), "w3": torch.randn(6, 12, 16).double()}, TypeError, "w3 has dtype float64"),
+        ({"w13": torch.randn(6, 12, 16), "w3": torch.randn(12, 16)}, ValueError, "w3 has 2 dimensions"),
+        (
+            {"w13": torch.randn(6, 12, 16), "w3": torch.randn(6, 12, 16), "interleaved": True},
+            ValueError,
+            "interleaved is True, but gate and up are two tensors",
+        ),
+        (
+            {"w13": torch.randn(6, 12, 16), "w3": torch.randn(6, 12, 16), "b13": torch.randn(6, 12)},
+            ValueError,
+            "columns of b13 is 12, but the width of its product is 24",
+        ),
     ],
 )
 def test_wrong_arguments_get_one_sentence(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -285,7 +299,7 @@ def test_wrong_arguments_get_one_sentence(changes: dict[str, Any], error: type[E
         "idx": torch.randint(0, 6, (4, 2)),
         "weights": torch.rand(4, 2),
         "w13": w13,
-        "b13": None if "w13" in changes else b13,
+        "b13": None if {"w13", "w3"} & set(changes) else b13,
         "w2": w2,
         "b2": b2,
         **changes,

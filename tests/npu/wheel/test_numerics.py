@@ -197,7 +197,7 @@ def test_gradients_of_experts(layout: str, dtype: torch.dtype) -> None:
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     attributes = {
         **{"act": "silu", "alpha": 1.0, "limit": None, "interleaved": False, "weight_layout": layout},
-        **{"weight_on_input": False, "expert_offset": 0, "output_mask": [True] * 6},
+        **{"weight_on_input": False, "expert_offset": 0, "output_mask": [True] * 7},
     }
     with soc.planned("910b") as target:
         result = _run("moe_experts_backward", args, attributes, target)
