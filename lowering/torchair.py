@@ -29,7 +29,16 @@ _DEVICE = "npu"
 
 # Reference bodies that read counts on the host. All others are tensor code and can be traced.
 _ON_HOST = frozenset(
-    {"moe_experts", "moe_experts_backward", "paged_mqa_logits", "paged_mqa_logits_metadata", "paged_mqa_topk"}
+    {
+        "k_grouped_gemm_bf16",
+        "k_grouped_gemm_bf16_acc_",
+        "m_grouped_gemm_bf16",
+        "moe_experts",
+        "moe_experts_backward",
+        "paged_mqa_logits",
+        "paged_mqa_logits_metadata",
+        "paged_mqa_topk",
+    }
 )
 
 

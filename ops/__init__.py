@@ -11,6 +11,24 @@ from typing import Any
 
 from ascend_deep.ops._op import NAMESPACE, OpDef, Sample, Tolerance, provider, register, strict
 from ascend_deep.ops.activations import ACTIVATIONS
+from ascend_deep.ops.einsum_bf16 import EINSUM_BF16, einsum_bf16
+from ascend_deep.ops.gemm_bf16 import (
+    GEMM_BF16,
+    GEMM_BF16_ACC,
+    GEMM_BF16_OUT,
+    gemm_bf16,
+    gemm_bf16_acc_,
+    gemm_bf16_out,
+)
+from ascend_deep.ops.hc_prenorm_gemm import HC_PRENORM_GEMM, hc_prenorm_gemm
+from ascend_deep.ops.k_grouped_gemm_bf16 import (
+    K_GROUPED_GEMM_BF16,
+    K_GROUPED_GEMM_BF16_ACC,
+    k_grouped_gemm_bf16,
+    k_grouped_gemm_bf16_acc_,
+)
+from ascend_deep.ops.m_grouped_gemm_bf16 import M_GROUPED_GEMM_BF16, m_grouped_gemm_bf16
+from ascend_deep.ops.m_grouped_gemm_bf16_masked import M_GROUPED_GEMM_BF16_MASKED, m_grouped_gemm_bf16_masked
 from ascend_deep.ops.moe_combine import MOE_COMBINE, MOE_COMBINE_BACKWARD, moe_combine
 from ascend_deep.ops.moe_experts import MOE_EXPERTS, moe_experts
 from ascend_deep.ops.moe_experts_backward import MOE_EXPERTS_BACKWARD, moe_experts_backward
@@ -42,6 +60,15 @@ __all__ = [
     "OpDef",
     "Sample",
     "Tolerance",
+    "einsum_bf16",
+    "gemm_bf16",
+    "gemm_bf16_acc_",
+    "gemm_bf16_out",
+    "hc_prenorm_gemm",
+    "k_grouped_gemm_bf16",
+    "k_grouped_gemm_bf16_acc_",
+    "m_grouped_gemm_bf16",
+    "m_grouped_gemm_bf16_masked",
     "moe_combine",
     "moe_experts",
     "moe_experts_backward",
@@ -82,6 +109,15 @@ OPS: Mapping[str, OpDef] = {
         PAGED_KV_WRITE,
         SPARSE_MQA_ATTENTION,
         SPARSE_MQA_ATTENTION_BACKWARD,
+        GEMM_BF16,
+        GEMM_BF16_OUT,
+        GEMM_BF16_ACC,
+        M_GROUPED_GEMM_BF16,
+        M_GROUPED_GEMM_BF16_MASKED,
+        K_GROUPED_GEMM_BF16,
+        K_GROUPED_GEMM_BF16_ACC,
+        EINSUM_BF16,
+        HC_PRENORM_GEMM,
     )
 }
 

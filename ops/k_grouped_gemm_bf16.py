@@ -1,0 +1,303 @@
+"""``k_grouped_gemm_bf16``: per group the product over its own rows (the weight gradient of grouped experts).
+
+    D[g] = C[g] + A[rows of g]ᵀ @ B[rows of g]        A [R, M], B [R, N], D [G, M, N]
+
+``ops/_grouped.py`` defines the layouts ``psum`` and ``sizes``. Padding rows of A and B are never read into a result. An
+empty group gives C[g], or exactly zero. bfloat16 operands, float32 sums, one rounding. ``k_grouped_gemm_bf16_acc_``
+adds the products to ``d`` in place.
+
+Gradients are ``m_grouped_gemm_bf16``, zero in padding rows, so the op can be differentiated any number of times; a
+float32 gradient is not rounded (``_gemm.parts``). The reference body reads the layout on the host. Contract: DeepGEMM
+``k_grouped_bf16_gemm_tn_contiguous``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_deep.ops import _check, _gemm, _grouped
+from ascend_deep.ops._grouped_samples import k_grouped_acc_samples, k_grouped_samples
+from ascend_deep.ops._op import OpDef, call
+
+__all__ = ["K_GROUPED_GEMM_BF16", "K_GROUPED_GEMM_BF16_ACC", "k_grouped_gemm_bf16", "k_grouped_gemm_bf16_acc_"]
+
+
+def k_grouped_gemm_bf16(
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    *,
+    ks: list[int] | None = None,
+    grouping: str = "psum",
+    alignment: int = 128,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``a.T @ b`` over the rows of each group; see the module.
+
+    Args:
+        a, b: [R, M] and [R, N] bf16.
+        grouped_layout: i32 [G], ends (``psum``) or numbers of rows (``sizes``).
+        c: [G, M, N] in the dtype of the result, or ``None``.
+        ks: the number of rows of each group, known on the host, or ``None``; a hint for kernels that need it there.
+        grouping: ``"psum"`` or ``"sizes"``.
+        alignment: groups start at multiples of it.
+        out_dtype: bf16 or f32; ``None``: that of ``c``, bf16 without it.
+
+    Returns:
+        [G, M, N], contiguous. Differentiable in a, b and c.
+
+    Raises:
+        ValueError, TypeError: one sentence that names the argument.
+        RuntimeError: with ASCEND_DEEP_DEBUG=1, a layout that breaks its promise, or a wrong ``ks``.
+    """
+    return call(
+        "k_grouped_gemm_bf16",
+        a,
+        b,
+        grouped_layout,
+        c,
+        ks=ks,
+        grouping=grouping,
+        alignment=alignment,
+        out_dtype=out_dtype,
+    )
+
+
+def k_grouped_gemm_bf16_acc_(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    *,
+    ks: list[int] | None = None,
+    grouping: str = "psum",
+    alignment: int = 128,
+) -> None:
+    """``d[g] += a.T @ b`` over the rows of each group, in place, the sum rounded once; see the module.
+
+    Args:
+        d: [G, M, N] bf16 or f32, any strides without overlap; must share no memory with ``a`` or ``b``.
+        a, b, grouped_layout, ks, grouping, alignment: as for ``k_grouped_gemm_bf16``.
+
+    Raises:
+        ValueError, TypeError: one sentence that names the argument.
+        RuntimeError: a gradient would be needed; and as for ``k_grouped_gemm_bf16``.
+    """
+    call("k_grouped_gemm_bf16_acc_", d, a, b, grouped_layout, ks=ks, grouping=grouping, alignment=alignment)
+
+
+def check_layout(
+    op: str, rows: Any, a: Tensor, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: Any
+) -> None:
+    """The index tensor, the alignment and the hint of a k-grouped product."""
+    _check.choice(op, "grouping", grouping, _grouped.K_GROUPINGS)
+    _check.dtypes(op, "grouped_layout", grouped_layout, (torch.int32, torch.int64))
+    _check.rank(op, "grouped_layout", grouped_layout, "[G]", 1)
+    _grouped.check_alignment(op, alignment)
+    if ks is not None:
+        _check.size(op, "the length of ks", len(ks), grouped_layout.shape[0], "the number of groups")
+    _check.same_device(op, "a", a, grouped_layout=grouped_layout)
+
+
+def debug_layout(
+    op: str, rows: int, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: int
+) -> None:
+    """Raises RuntimeError if ends decrease or leave the buffer, a size is negative, or ``ks`` says something else."""
+    ends = grouped_layout
+    if grouping == "sizes":
+        if bool((grouped_layout < 0).any()):
+            raise RuntimeError(
+                f"{op}: grouped_layout is {grouped_layout.tolist()}; no group can have fewer than 0 rows."
+            )
+        ends = _grouped.ends_of_sizes(grouped_layout, alignment)
+    _grouped.debug_ends(op, ends, rows, "ends(grouped_layout)" if grouping == "sizes" else "grouped_layout")
+    if ks is not None:
+        found = [end - start for start, end in _grouped.bounds(ends, rows, alignment)]
+        if list(ks) != found:
+            raise RuntimeError(f"{op}: ks is {list(ks)}, but by grouped_layout the groups have {found} rows.")
+
+
+def _check_operands(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: Any,
+) -> tuple[Any, ...]:
+    _gemm.check_operand(op, "a", a, "[R, M]", 2)
+    _gemm.check_operand(op, "b", b, "[R, N]", 2)
+    _check.size(op, "the number of rows of b", b.shape[0], a.shape[0], "that of a")
+    _check.same_device(op, "a", a, b=b)
+    check_layout(op, a.shape[0], a, grouped_layout, ks, grouping, alignment)
+    return grouped_layout.shape[0], a.shape[1], b.shape[1]
+
+
+def _check_args(
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    c: Tensor | None,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+    out_dtype: torch.dtype | None,
+) -> None:
+    shape = _check_operands("k_grouped_gemm_bf16", a, b, grouped_layout, ks, grouping, alignment)
+    _gemm.check_accumulator("k_grouped_gemm_bf16", a, c, shape, out_dtype)
+
+
+def _check_acc(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+) -> None:
+    shape = _check_operands("k_grouped_gemm_bf16_acc_", a, b, grouped_layout, ks, grouping, alignment)
+    _gemm.check_accumulator("k_grouped_gemm_bf16_acc_", a, d, shape, None, "d")
+
+
+def _reference(
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    c: Tensor | None,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    ends = grouped_layout if grouping == "psum" else _grouped.ends_of_sizes(grouped_layout, alignment)
+    out = a.new_zeros((ends.shape[0], a.shape[1], b.shape[1]), dtype=torch.float32)
+    for g, (start, end) in enumerate(_grouped.bounds(ends, a.shape[0], alignment)):
+        left, right = _gemm.widened(a[start:end], b[start:end], "tn")
+        out[g] = left @ right
+    return _gemm.finish(out, c, None, _gemm.result_dtype(c, out_dtype))
+
+
+def _reference_acc(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+) -> None:
+    d.copy_(_reference(a, b, grouped_layout, d, ks=ks, grouping=grouping, alignment=alignment, out_dtype=d.dtype))
+
+
+def _fake(
+    a: Tensor, b: Tensor, grouped_layout: Tensor, c: Tensor | None, *, out_dtype: torch.dtype | None, **_: Any
+) -> Tensor:
+    shape = (grouped_layout.shape[0], a.shape[1], b.shape[1])
+    return a.new_empty(shape, dtype=_gemm.result_dtype(c, out_dtype))
+
+
+def _fake_acc(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _debug(
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    c: Tensor | None,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+    **_: Any,
+) -> None:
+    debug_layout("k_grouped_gemm_bf16", a.shape[0], grouped_layout, ks, grouping, alignment)
+
+
+def _debug_acc(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    *,
+    ks: list[int] | None,
+    grouping: str,
+    alignment: int,
+) -> None:
+    debug_layout("k_grouped_gemm_bf16_acc_", a.shape[0], grouped_layout, ks, grouping, alignment)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.grouping, ctx.alignment = keyword_only_inputs["grouping"], keyword_only_inputs["alignment"]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # The two ops are each other's gradients, so one of the imports has to wait.
+    from ascend_deep.ops.m_grouped_gemm_bf16 import m_grouped_gemm_bf16
+
+    a, b, ends = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if ctx.grouping == "sizes":
+        ends = _grouped.ends_of_sizes(ends, ctx.alignment)
+    pieces = _gemm.parts(grad) if needs[0] or needs[1] else ()
+    dtype = torch.bfloat16 if len(pieces) == 1 else torch.float32
+
+    def rows(t: Tensor, layout: str) -> Tensor:
+        out = None
+        for g in pieces:
+            part = m_grouped_gemm_bf16(t, g, ends, layout=layout, alignment=ctx.alignment, out_dtype=dtype)
+            out = part if out is None else out + part
+        assert out is not None
+        return out.to(torch.bfloat16)
+
+    return (
+        rows(b, "nt") if needs[0] else None,
+        rows(a, "nn") if needs[1] else None,
+        None,
+        grad if needs[3] else None,
+    )
+
+
+K_GROUPED_GEMM_BF16 = OpDef(
+    name="k_grouped_gemm_bf16",
+    schema=(
+        "(Tensor a, Tensor b, Tensor grouped_layout, Tensor? c, *, SymInt[]? ks, str grouping, SymInt alignment, "
+        "ScalarType? out_dtype) -> Tensor"
+    ),
+    check=_check_args,
+    reference=_reference,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    autocast=_gemm.autocast,
+    debug=_debug,
+    tolerance=_gemm.TOLERANCE,
+    samples=k_grouped_samples,
+    differentiable=("a", "b", "c"),
+)
+
+K_GROUPED_GEMM_BF16_ACC = OpDef(
+    name="k_grouped_gemm_bf16_acc_",
+    schema=(
+        "(Tensor(a!) d, Tensor a, Tensor b, Tensor grouped_layout, *, SymInt[]? ks, str grouping, SymInt alignment) "
+        "-> ()"
+    ),
+    check=_check_acc,
+    reference=_reference_acc,
+    fake=_fake_acc,
+    no_backward="it writes into d; call k_grouped_gemm_bf16, which returns its result, where gradients are needed.",
+    debug=_debug_acc,
+    tolerance=_gemm.TOLERANCE,
+    samples=k_grouped_acc_samples,
+)
