@@ -32,7 +32,10 @@ _ON_HOST = frozenset(
     {
         "k_grouped_gemm_bf16",
         "k_grouped_gemm_bf16_acc_",
+        "k_grouped_gemm_scaled",
+        "k_grouped_gemm_scaled_acc_",
         "m_grouped_gemm_bf16",
+        "m_grouped_gemm_scaled",
         "moe_experts",
         "moe_experts_backward",
         "paged_mqa_logits",

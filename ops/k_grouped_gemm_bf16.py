@@ -91,7 +91,7 @@ def k_grouped_gemm_bf16_acc_(
 
 
 def check_layout(
-    op: str, rows: Any, a: Tensor, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: Any
+    op: str, a: Tensor, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: Any
 ) -> None:
     """The index tensor, the alignment and the hint of a k-grouped product."""
     _check.choice(op, "grouping", grouping, _grouped.K_GROUPINGS)
@@ -134,7 +134,7 @@ def _check_operands(
     _gemm.check_operand(op, "b", b, "[R, N]", 2)
     _check.size(op, "the number of rows of b", b.shape[0], a.shape[0], "that of a")
     _check.same_device(op, "a", a, b=b)
-    check_layout(op, a.shape[0], a, grouped_layout, ks, grouping, alignment)
+    check_layout(op, a, grouped_layout, ks, grouping, alignment)
     return grouped_layout.shape[0], a.shape[1], b.shape[1]
 
 
