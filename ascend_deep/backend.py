@@ -114,6 +114,7 @@ class _Stage:
             device=_DEVICE_OF_TARGET[self._options.target],
             strict=self._options.strict and self._options.target == "auto",
             allow_fp8=self._options.allow_fp8,
+            forced=self._options.forced(),
         )
         with _planned(self._options.target):
             self._outcome = pipeline.run(gm)

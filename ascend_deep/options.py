@@ -31,6 +31,8 @@ class Options:
         target: plan for this hardware (limits, providers, report); ``"auto"``: the device the model is on.
         enable: recognisers to use; empty: all.
         disable: recognisers not to use.
+        force: recognisers that run even where the target is not known to profit, next to all others; those named in
+            ``enable`` do too.
         verify: ``"probe"``: run region and replacement on probe inputs before a rewrite; ``"shadow"``: also run
             both on the real inputs at run time and fall back to the original where they differ; ``"off"``: trust
             the recognisers (they still solve by running).
@@ -49,6 +51,7 @@ class Options:
     target: str = "auto"
     enable: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
+    force: tuple[str, ...] = ()
     verify: str = "probe"
     strict: bool = False
     allow_fp8: bool = False
@@ -65,7 +68,7 @@ class Options:
         if self.emit and not self.target.startswith("ascend"):
             ascend = ", ".join(t for t in TARGETS if t.startswith("ascend"))
             raise OptionsError(f"option 'emit' is {self.emit!r} for target {self.target!r}; it takes one of {ascend}.")
-        for name in ("enable", "disable"):
+        for name in ("enable", "disable", "force"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise OptionsError(f"option {name!r} is {value!r}; it takes a list of recogniser names.")
@@ -75,6 +78,9 @@ class Options:
         both = sorted(set(self.enable) & set(self.disable))
         if both:
             raise OptionsError(f"recogniser {both[0]!r} is both enabled and disabled.")
+        both = sorted(set(self.force) & set(self.disable))
+        if both:
+            raise OptionsError(f"recogniser {both[0]!r} is both forced and disabled.")
         for name in ("strict", "allow_fp8"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"option {name!r} is {getattr(self, name)!r}; it takes True or False.")
@@ -115,11 +121,16 @@ class Options:
 
     def recognisers(self) -> tuple[str, ...]:
         """Names of the recognisers in use, in the order in which they run."""
-        return tuple(n for n in NAMES if (not self.enable or n in self.enable) and n not in self.disable)
+        chosen = (*self.enable, *self.force) if self.enable else NAMES
+        return tuple(n for n in NAMES if n in chosen and n not in self.disable)
+
+    def forced(self) -> tuple[str, ...]:
+        """Names of the recognisers that run even where the target is not known to profit."""
+        return tuple(dict.fromkeys((*self.enable, *self.force)))
 
     def key(self) -> str:
         """Part of the cache key: every option that changes the compiled graph."""
-        plan = (self.target, self.recognisers(), self.verify, self.strict, self.allow_fp8)
+        plan = (self.target, self.recognisers(), self.forced(), self.verify, self.strict, self.allow_fp8)
         return repr((*plan, sorted(self.inductor.items())))
 
 

@@ -162,7 +162,7 @@ class Report:
         """This report and one more graph."""
         if outcome.untouched and not info.untouched:
             info = replace(info, untouched=outcome.untouched)
-        notes = list(info.notes)
+        notes = [*info.notes, *outcome.notes]
         if info.planned:
             notes.append(f"Planned for {info.target}: not executed on that hardware; the ops ran on {info.device}.")
         timings = Counter(self.timings)

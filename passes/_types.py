@@ -132,6 +132,7 @@ class Outcome:
     timings: Mapping[str, float] = field(default_factory=dict)
     unclaimed: Mapping[str, int] = field(default_factory=dict)
     untouched: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Recogniser(Protocol):

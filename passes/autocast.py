@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["AutocastUnclear", "make_explicit"]
+__all__ = ["AutocastUnclear", "make_explicit", "switched_off"]
 
 _DEVICES = ("cpu", "cuda", "npu")
 # Composite calls whose tensor arguments reach a matmul through views only: casting the arguments is the same.
@@ -63,6 +63,15 @@ def make_explicit(gm: fx.GraphModule) -> fx.GraphModule:
                 with graph.inserting_before(new):
                     _cast_arguments(node, new, copies, casts)
     return fx.GraphModule(gm, graph)
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Autocast off for every device."""
+    with ExitStack() as stack:
+        for device in _active():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 # -- details --------------------------------------------------------------------------------------------------------

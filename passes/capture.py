@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes.autocast import AutocastUnclear, make_explicit
+from ascend_deep.passes.autocast import AutocastUnclear, make_explicit, switched_off
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.purity import IGNORABLE
@@ -59,6 +59,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
             torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
             fake_mode,
             torch.fx.traceback.preserve_node_meta(),
+            switched_off(),  # its casts are explicit now, and regions that switch it off must not get any
         ):
             captured, signature = _torch_compat.aot_export_module(
                 gm, values, trace_joint=False, pre_dispatch=True, decompositions={}

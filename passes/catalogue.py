@@ -7,7 +7,7 @@ activations that remain are not part of either.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from torch import fx
 from ascend_deep.passes._types import Recogniser
 from ascend_deep.passes.graph_view import op_name
 
-__all__ = ["NAMES", "TRIGGERS", "is_candidate", "load"]
+__all__ = ["NAMES", "TRIGGERS", "is_candidate", "load", "products"]
 
 # name: (module, attribute)
 _TABLE: Mapping[str, tuple[str, str]] = {
@@ -25,6 +25,8 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
+    "upcast_matmul": ("ascend_deep.passes.upcast_matmul", "RECOGNISER"),
+    "linear": ("ascend_deep.passes.linear", "RECOGNISER"),
 }
 
 NAMES: tuple[str, ...] = tuple(_TABLE)
@@ -42,12 +44,59 @@ TRIGGERS = frozenset(
 )  # fmt: skip
 
 
-def is_candidate(node: fx.Node) -> bool:
-    """True if a recogniser may have something to find at this node of a Dynamo graph."""
+# Calls that the recognisers of single products look at, if the operands have the right dtype.
+_PRODUCTS = frozenset({"linear", "mm", "matmul", "__matmul__", "__rmatmul__", "addmm", "bmm", "einsum"})
+_HALF = (torch.bfloat16, torch.float16)
+_UPCASTS = frozenset({"float", "to", "type"})
+
+
+def is_candidate(node: fx.Node, names: Collection[str] = ()) -> bool:
+    """True if a recogniser may have something to find at this node of a Dynamo graph.
+
+    Args:
+        names: recognisers of single products that run; others always count.
+    """
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else op_name(node).rsplit(".", 1)[-1]
-    return name in TRIGGERS or (name in ("getitem", "__getitem__", "slice") and _is_half(node))
+    name = _call_name(node)
+    if name in TRIGGERS or (name in ("getitem", "__getitem__", "slice") and _is_half(node)):
+        return True
+    return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul"))
+
+
+def products(gm: fx.GraphModule, names: Collection[str]) -> dict[str, int]:
+    """For each recogniser of single products in ``names``, the calls of a Dynamo graph that it would look at."""
+    return {n: sum(_is_product(node, n) for node in gm.graph.nodes) for n in names}
+
+
+def _call_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else op_name(node).rsplit(".", 1)[-1]
+
+
+def _is_product(node: fx.Node, recogniser: str) -> bool:
+    """A product of bfloat16 tensors (``linear``), or of one that was converted just before (``upcast_matmul``)."""
+    if node.op not in ("call_function", "call_method") or _call_name(node) not in _PRODUCTS:
+        return False
+    operands = node.all_input_nodes[:2]
+    if recogniser == "linear":
+        return any(_dtype(n) == torch.bfloat16 for n in operands)
+    return recogniser == "upcast_matmul" and any(_was_half(n) for n in operands)
+
+
+def _was_half(node: fx.Node) -> bool:
+    for _ in range(8):
+        parents = node.all_input_nodes
+        if not parents:
+            return False
+        if _call_name(node) in _UPCASTS and _dtype(node) == torch.float32 and _dtype(parents[0]) in _HALF:
+            return True
+        node = parents[0]
+    return False
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("example_value")
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _is_half(node: fx.Node) -> bool:

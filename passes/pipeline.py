@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import catalogue, certificates, fp8, gates, rewrite, safeguards, show
+from ascend_deep.passes import catalogue, certificates, fp8, gates, policy, rewrite, safeguards, show
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -74,6 +73,7 @@ class Pipeline:
         device: device type to choose providers for, ``""``: the device of the model.
         strict: raise ``StrictError`` if an op has no provider but its reference.
         allow_fp8: quantise operands of indexers, see ``fp8``.
+        forced: recognisers that run even where ``policy`` says that the device does not profit.
     """
 
     recognisers: Sequence[str]
@@ -81,18 +81,19 @@ class Pipeline:
     device: str = ""
     strict: bool = False
     allow_fp8: bool = False
+    forced: Sequence[str] = ()
     _timings: Counter[str] = field(default_factory=Counter)
     _nested: float = 0.0
-
-    @cached_property
-    def _loaded(self) -> list[Recogniser]:
-        return catalogue.load(self.recognisers)
 
     def run(self, gm: fx.GraphModule) -> Outcome:
         """Rewrite ``gm`` in place. Returns matches, misses, certificates and the seconds per stage."""
         self._timings = Counter()
-        if not _has_candidates(gm):
-            return Outcome(untouched="the graph has no op that a recogniser looks for.")
+        device = self.device or _device_of(gm)
+        active = policy.wanted(self.recognisers, device, self.forced)
+        if not _has_candidates(gm, active):
+            idle = [n for n in self.recognisers if n not in active]
+            notes = policy.left_out(idle, device, catalogue.products(gm, idle))
+            return Outcome(untouched="the graph has no op that a recogniser looks for.", notes=notes)
         bodies = higher_order_bodies(gm)
         if bodies:
             return self._run_bodies(gm, bodies)
@@ -101,7 +102,7 @@ class Pipeline:
                 captured = capture(gm)
         except NotCaptured as reason:
             return Outcome(untouched=str(reason), timings=dict(self._timings))
-        outcome = self._rewrite(captured)
+        outcome = self._rewrite(captured, active, device)
         if outcome.matches:
             install(gm, captured)
         return replace(outcome, timings=dict(self._timings))
@@ -121,7 +122,7 @@ class Pipeline:
                 parts.append(Outcome(misses=(_body_miss(name, caller, reason),)))
                 continue
             rewrite.give_example_values(body, caller)
-            part = Pipeline(self.recognisers, self.verify, self.device, self.strict, self.allow_fp8).run(body)
+            part = replace(self, _timings=Counter(), _nested=0.0).run(body)
             if part.untouched:
                 reason = f"a checkpointed region is left as it is: {part.untouched}"
                 part = replace(part, misses=(*part.misses, _body_miss(name, caller, reason)), untouched="")
@@ -133,13 +134,14 @@ class Pipeline:
             misses=tuple(m for p in parts for m in p.misses),
             certificates=tuple(c for p in parts for c in p.certificates),
             timings=dict(self._timings),
+            notes=tuple(dict.fromkeys(n for p in parts for n in p.notes)),
         )
 
-    def _rewrite(self, captured: fx.GraphModule) -> Outcome:
+    def _rewrite(self, captured: fx.GraphModule, active: Sequence[str], device: str) -> Outcome:
         matches: list[Match] = []
         misses: list[Miss] = []
         issued: dict[str, Certificate] = {}
-        for recogniser in self._loaded:
+        for recogniser in catalogue.load(active):
             with self._timed("recognise"):
                 view = GraphView(captured.graph)
                 accepted, refused = self._examine(recogniser, view)
@@ -166,7 +168,14 @@ class Pipeline:
             misses=tuple(misses),
             certificates=tuple(issued.values()),
             unclaimed=_unclaimed(captured.graph),
+            notes=policy.left_out(self.recognisers, device, self._idle(captured, active)),
         )
+
+    def _idle(self, captured: fx.GraphModule, active: Sequence[str]) -> dict[str, int]:
+        """Places that recognisers would have looked at which ``policy`` leaves out."""
+        idle = catalogue.load([n for n in self.recognisers if n not in active])
+        view = GraphView(captured.graph)
+        return {r.name: len(found) for r in idle if not isinstance(found := _or_refusal(r, r.find, view), Refusal)}
 
     def _examine(self, recogniser: Recogniser, view: GraphView) -> tuple[list[Accepted], list[tuple[fx.Node, Refusal]]]:
         """Every anchor: the first region that passes all gates, or the refusal of the largest one."""
@@ -308,11 +317,16 @@ _HIGHER_ORDER = {"autograd_function_apply": "the graph runs a torch.autograd.Fun
 
 
 # -- details --------------------------------------------------------------------------------------------------------
-def _has_candidates(gm: fx.GraphModule) -> bool:
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule) and any(map(catalogue.is_candidate, module.graph.nodes)):
-            return True
-    return False
+def _has_candidates(gm: fx.GraphModule, names: Sequence[str] = ()) -> bool:
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    return any(catalogue.is_candidate(node, names) for graph in graphs for node in graph.nodes)
+
+
+def _device_of(gm: fx.GraphModule) -> str:
+    """Device type of the graph's inputs: the first that is not the CPU."""
+    values = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
+    kinds = [v.device.type for v in values if isinstance(v, torch.Tensor)]
+    return next((k for k in kinds if k != "cpu"), "cpu")
 
 
 def _nothing_to_compute(anchor: fx.Node) -> Refusal | None:

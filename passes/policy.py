@@ -1,0 +1,74 @@
+"""Which rewrites profit on which device: a table, and what it leaves out.
+
+Most recognisers replace many calls by one, which profits everywhere. The ones here replace one product by another that
+computes the same; whether that is faster depends on the device alone. Where a row says no, the recogniser does not run,
+the report says so in one sentence, and ``options={"force": [name]}`` (or naming it in ``enable``) runs it nevertheless.
+
+A row says yes only for a reason that can be stated. Where nothing was measured, the reason says that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["POLICY", "Row", "left_out", "wanted"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recogniser on one device type: whether it runs by default, and the reason, the rest of a sentence."""
+
+    profits: bool
+    why: str
+
+
+_SAME_UNITS = "torch's own product runs on the same matrix units"
+
+# recogniser -> device type -> row. Recognisers that are not listed run everywhere; devices that are not listed do not
+# profit.
+POLICY: Mapping[str, Mapping[str, Row]] = {
+    "upcast_matmul": {
+        "cpu": Row(False, "a float32 product of the upcast operands is as fast on CPUs without bfloat16 products"),
+        "cuda": Row(False, "the share of such products in a model's time was not measured"),
+        "npu": Row(True, "matrix units multiply bfloat16 at full rate and float32 only in several passes"),
+    },
+    "linear": {
+        "cpu": Row(False, _SAME_UNITS),
+        "cuda": Row(False, _SAME_UNITS),
+        "npu": Row(False, f"{_SAME_UNITS}, as far as is known without a measurement"),
+    },
+    "grouped_mm": {
+        "cpu": Row(False, "torch's own grouped product does the same work"),
+        "cuda": Row(False, "torch's own grouped product does the same work"),
+        "npu": Row(False, "torch's own grouped product does the same work, as far as is known without a measurement"),
+    },
+}
+
+
+def _row(name: str, device: str) -> Row:
+    return POLICY[name].get(device, Row(False, "nothing is known of it there"))
+
+
+def wanted(names: Sequence[str], device: str, forced: Iterable[str] = ()) -> tuple[str, ...]:
+    """Those of ``names`` (recognisers) that run on device type ``device``: all but what the table leaves out."""
+    forced = set(forced)
+    return tuple(n for n in names if n not in POLICY or n in forced or _row(n, device).profits)
+
+
+def left_out(names: Sequence[str], device: str, found: Mapping[str, int]) -> tuple[str, ...]:
+    """One sentence for each recogniser of ``names`` that the table leaves out and that found places.
+
+    Args:
+        found: recogniser to number of places at which it would have looked.
+    """
+    sentences = []
+    for name in names:
+        count = found.get(name, 0)
+        if name in POLICY and count and not _row(name, device).profits:
+            places = f"{count} products stay" if count > 1 else "one product stays"
+            sentences.append(
+                f"{name} is not profitable on this target ({device}), so {places} as written: "
+                f"{_row(name, device).why}. options={{'force': ['{name}']}} runs it nevertheless."
+            )
+    return tuple(sentences)
