@@ -41,8 +41,16 @@ def autograd_kernel(
     backward: Callable[..., Any],
     setup_context: Callable[..., None],
 ) -> Callable[..., Any]:
-    """The kernel for the Autograd key: torch's own if a gradient may be needed, otherwise straight to ``kernel``."""
+    """The kernel for the Autograd key: torch's own if a gradient may be needed, otherwise straight to ``kernel``.
+
+    An op that writes into an argument has no result that could carry a gradient, so torch would drop it in silence:
+    here ``backward`` is asked at once, and raises. The version of what was written is counted up, because a kernel that
+    writes memory does not do that, and autograd could no longer tell that a tensor which it saved was changed.
+    """
     recording = make_autograd_impl(overload, Info(backward, setup_context))
+    written = tuple(
+        i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
     # The same few key sets come again and again; deciding costs several calls into C++, a dict look-up one.
     direct: dict[int, bool] = {}
 
@@ -52,7 +60,7 @@ def autograd_kernel(
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
-                    return recording(keyset, *args, **kwargs)
+                    return backward(None) if written else recording(keyset, *args, **kwargs)
         bits = keyset.raw_repr()
         if bits not in direct:
             direct[bits] = goes_to_backend(keyset)
@@ -61,7 +69,14 @@ def autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return kernel(*args, **kwargs)
 
-    return autograd
+    def writing(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = autograd(keyset, *args, **kwargs)
+        for i in written:
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+        return result
+
+    return writing if written else autograd
 
 
 def autocast_kernel(

@@ -75,7 +75,7 @@ def gemm_bf16_out(
         ValueError, TypeError: one sentence that names the argument.
         RuntimeError: a gradient would be needed.
     """
-    call("gemm_bf16_out", d, a, b, c, layout=layout, alpha=alpha)
+    torch.ops.ascend_deep.gemm_bf16_out.default(d, a, b, c, layout=layout, alpha=alpha)
 
 
 def gemm_bf16_acc_(d: Tensor, a: Tensor, b: Tensor, *, layout: str = "tn") -> None:
@@ -89,7 +89,7 @@ def gemm_bf16_acc_(d: Tensor, a: Tensor, b: Tensor, *, layout: str = "tn") -> No
         ValueError, TypeError: one sentence that names the argument.
         RuntimeError: a gradient would be needed.
     """
-    call("gemm_bf16_acc_", d, a, b, layout=layout)
+    torch.ops.ascend_deep.gemm_bf16_acc_.default(d, a, b, layout=layout)
 
 
 def _check_args(

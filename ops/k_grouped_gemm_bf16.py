@@ -87,7 +87,9 @@ def k_grouped_gemm_bf16_acc_(
         ValueError, TypeError: one sentence that names the argument.
         RuntimeError: a gradient would be needed; and as for ``k_grouped_gemm_bf16``.
     """
-    call("k_grouped_gemm_bf16_acc_", d, a, b, grouped_layout, ks=ks, grouping=grouping, alignment=alignment)
+    torch.ops.ascend_deep.k_grouped_gemm_bf16_acc_.default(
+        d, a, b, grouped_layout, ks=ks, grouping=grouping, alignment=alignment
+    )
 
 
 def check_layout(

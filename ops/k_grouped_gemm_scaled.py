@@ -108,7 +108,9 @@ def k_grouped_gemm_scaled_acc_(
         ValueError, TypeError: one sentence that names the argument.
         RuntimeError: as for ``k_grouped_gemm_scaled``.
     """
-    call(_ACC, d, a, sfa, b, sfb, grouped_layout, gran_k=gran_k, ks=ks, grouping=grouping, alignment=alignment)
+    torch.ops.ascend_deep.k_grouped_gemm_scaled_acc_.default(
+        d, a, sfa, b, sfb, grouped_layout, gran_k=gran_k, ks=ks, grouping=grouping, alignment=alignment
+    )
 
 
 def _check_operands(
