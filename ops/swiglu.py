@@ -19,7 +19,7 @@ from ascend_deep.ops import _check
 from ascend_deep.ops._op import OpDef, Sample, Tolerance
 from ascend_deep.ops.activations import ACTIVATIONS, check_activation
 
-__all__ = ["SWIGLU", "swiglu"]
+__all__ = ["SWIGLU", "check_gated", "halves", "swiglu"]
 
 
 def swiglu(
@@ -52,26 +52,29 @@ def swiglu(
     )
 
 
+def check_gated(op: str, h: Tensor, row_weight: Tensor | None, act: str, alpha: float, limit: float | None) -> None:
+    """The arguments of a gated activation of one tensor."""
+    _check.dtypes(op, "h", h, _check.FLOATING)
+    if h.dim() == 0:
+        raise ValueError(f"{op}: h has 0 dimensions; it must be [..., 2 I].")
+    width = h.shape[-1]
+    torch._check_value(width % 2 == 0, lambda: f"{op}: the last size of h is {width}; it must be even, gate and up.")
+    check_activation(op, act, alpha, limit)
+    if row_weight is not None:
+        _check.dtypes(op, "row_weight", row_weight, (torch.float32, h.dtype))
+        _check.rank(op, "row_weight", row_weight, "the leading shape of h", h.dim() - 1)
+        for dim in range(h.dim() - 1):
+            _check.size(op, f"size {dim} of row_weight", row_weight.shape[dim], h.shape[dim], "the same size of h")
+        _check.same_device(op, "h", h, row_weight=row_weight)
+
+
 def _check_args(
     h: Tensor, row_weight: Tensor | None, *, act: str, alpha: float, limit: float | None, interleaved: bool
 ) -> None:
-    _check.dtypes("swiglu", "h", h, _check.FLOATING)
-    if h.dim() == 0:
-        raise ValueError("swiglu: h has 0 dimensions; it must be [..., 2 I].")
-    width = h.shape[-1]
-    torch._check_value(width % 2 == 0, lambda: f"swiglu: the last size of h is {width}; it must be even, gate and up.")
-    check_activation("swiglu", act, alpha, limit)
-    if row_weight is not None:
-        _check.dtypes("swiglu", "row_weight", row_weight, (torch.float32, h.dtype))
-        _check.rank("swiglu", "row_weight", row_weight, "the leading shape of h", h.dim() - 1)
-        for dim in range(h.dim() - 1):
-            _check.size(
-                "swiglu", f"size {dim} of row_weight", row_weight.shape[dim], h.shape[dim], "the same size of h"
-            )
-        _check.same_device("swiglu", "h", h, row_weight=row_weight)
+    check_gated("swiglu", h, row_weight, act, alpha, limit)
 
 
-def _split(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def halves(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Gate and up as views of ``h``."""
     if interleaved:
         return h[..., ::2], h[..., 1::2]
@@ -80,14 +83,14 @@ def _split(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
-    """The inverse of ``_split``, a new tensor."""
+    """The inverse of ``halves``, a new tensor."""
     return torch.stack((gate, up), -1).flatten(-2) if interleaved else torch.cat((gate, up), -1)
 
 
 def _reference(
     h: Tensor, row_weight: Tensor | None, *, act: str, alpha: float, limit: float | None, interleaved: bool
 ) -> Tensor:
-    gate, up = _split(h.to(_check.compute_dtype(h.dtype)), interleaved)
+    gate, up = halves(h.to(_check.compute_dtype(h.dtype)), interleaved)
     out = ACTIVATIONS[act].forward(gate, up, alpha, limit)
     if row_weight is not None:
         out = out * row_weight.to(out.dtype).unsqueeze(-1)
@@ -111,7 +114,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     a = ctx.attributes
     activation = ACTIVATIONS[a["act"]]
     dtype = _check.compute_dtype(h.dtype)
-    gate, up = _split(h.to(dtype), a["interleaved"])
+    gate, up = halves(h.to(dtype), a["interleaved"])
     grad = grad.contiguous().to(dtype)
     d_h = d_weight = None
     if row_weight is not None:
