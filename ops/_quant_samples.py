@@ -47,8 +47,8 @@ def quant_fp8_samples() -> Iterator[Sample]:
     """Every matrix with a pair of block sizes, then the formats."""
     grans = ((1, 32), (1, 128), (128, 128), (4, 16), (128, 1), (1, 7))
     for n, (name, x) in enumerate(_matrices()):
-        kwargs = {"gran": grans[n % len(grans)], "ue8m0": n % 2 == 1, "sf_format": "fp32"}
-        yield Sample(f"{name}-{kwargs['gran'][0]}x{kwargs['gran'][1]}", (x,), kwargs)
+        gran = grans[n % len(grans)]
+        yield Sample(f"{name}-{gran[0]}x{gran[1]}", (x,), {"gran": gran, "ue8m0": n % 2 == 1, "sf_format": "fp32"})
     for n, (name, x) in enumerate(_matrices()):
         if name in ("ordinary", "no_rows", "batch", "extremes"):
             fmt = ("ue8m0x4", "ue8m0x2")[n % 2]

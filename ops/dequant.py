@@ -52,8 +52,9 @@ def _check_args(x: Tensor, sf: Tensor, *, gran: Sequence[int], sf_format: str, o
     _check.dtypes(op, "sf", sf, (_sf.FORMATS[sf_format],))
     *lead, rows, _ = x.shape
     _sf.check_sf(op, "sf", sf, lead, rows, _sf.last_size(x), gran, "gran")
-    if out_dtype is not None:
-        _check.choice(op, "out_dtype", out_dtype, _check.FLOATING)
+    if out_dtype is not None and out_dtype not in _check.FLOATING:
+        found = str(out_dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: out_dtype is {found}; accepted: float32, bfloat16, float16, float64.")
     _check.same_device(op, "x", x, sf=sf)
 
 

@@ -27,7 +27,12 @@ __all__ = ["EINSUM_SCALED", "PROJECT", "check_einsum", "einsum_product", "einsum
 
 PROJECT = "bhr,hdr->bhd"
 # The letter of the batch, of M (a), of N (b) and of K.
-_LETTERS = {PROJECT: "hbdr", "bhd,hdr->bhr": "hbrd", "bhd,bhr->hdr": "hdrb", "bmk,bnk->mn": "bmnk"}
+_LETTERS = {
+    PROJECT: ("h", "b", "d", "r"),
+    "bhd,hdr->bhr": ("h", "b", "r", "d"),
+    "bhd,bhr->hdr": ("h", "d", "r", "b"),
+    "bmk,bnk->mn": ("b", "m", "n", "k"),
+}
 assert set(_LETTERS) == set(EQUATIONS)
 
 
