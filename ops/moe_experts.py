@@ -383,8 +383,8 @@ MOE_EXPERTS = OpDef(
     name="moe_experts",
     schema=(
         "(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, Tensor? w3, *, "
-        "str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, SymInt expert_offset, "
-        "ScalarType? out_dtype) -> Tensor"
+        "str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, "
+        "SymInt expert_offset, ScalarType? out_dtype) -> Tensor"
     ),
     check=_check_args,
     reference=_reference,

@@ -20,12 +20,12 @@ from typing import Any
 from torch import fx
 
 from ascend_deep.passes._types import Refusal
-from ascend_deep.passes.experts_products import MOVES, Pair, Product, divide, moved, stored_problem
+from ascend_deep.passes.experts_products import MOVES, Pair, Product, arrangements, divide, moved, stored_problem
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import Term, size
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["between", "cut_routed", "outputs_of", "read_by"]
+__all__ = ["between", "bias_role", "cut_routed", "outputs_of", "read_by"]
 
 
 # What may happen to the rows of the second product on their way to the sum over a token's experts.
@@ -54,7 +54,8 @@ def cut_routed(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Ref
     # Ids of other ranks are clamped before they gather weights, and masked where they are compared: the block then
     # reads the ids as they were. A block that only clamps reads the clamped ones.
     routed = [_expert_ids(pair.first, clamps) for clamps in (True, False)]
-    tried = [_cut_at(view, name, pair, *found) for found in dict.fromkeys(routed) if found is not None]
+    found = [ids for ids in dict.fromkeys(routed) if ids is not None]
+    tried = [_cut_at(view, name, turned, *ids) for turned in arrangements(pair) for ids in found]
     if not tried:
         return Refusal("no tensor of expert ids was found that puts rows and experts together.", pair.second.term.node)
     return [region for cut in tried if not isinstance(cut, Refusal) for region in cut] or tried[0]
@@ -107,6 +108,8 @@ def _regions(
         "b13": found.get("b13"),
         "w2": second.stored,
         "b2": found.get("b2"),
+        "w3": pair.others[0].stored if pair.others else None,
+        "b3": found.get("b3"),
     }
     inputs = read_by(view, outputs[0], {role: term for role, term in order.items() if term is not None})
     if isinstance(inputs, Refusal):
@@ -122,7 +125,10 @@ def _regions(
 
 
 def read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[str, fx.Node] | Refusal:
-    """The node of each role that the block itself reads: a model may compute one value twice."""
+    """The node of each role that the block itself reads: a model may compute one value twice.
+
+    Of several copies of one value (a clone before each of two views) it is the one that the others are made from.
+    """
     leaves = {term.number: role for role, term in roles.items()}
     found: dict[str, fx.Node] = {}
     seen: set[fx.Node] = set()
@@ -134,13 +140,31 @@ def read_by(view: GraphView, out: fx.Node, roles: Mapping[str, Term]) -> dict[st
         seen.add(node)
         role = leaves.get(view.terms.term(node).number)
         if role is not None:
-            found.setdefault(role, node)
+            first = found.setdefault(role, node)
+            if first is not node:
+                found[role] = _common(view, first, node)
         else:
             pending.extend(node.all_input_nodes)
     for role in roles:
         if role not in found:
             return Refusal(f"the block does not read the {role} that its products belong to.", out)
     return {role: found[role] for role in roles}
+
+
+def _common(view: GraphView, a: fx.Node, b: fx.Node) -> fx.Node:
+    """The node of their value that both are made from; ``a`` if there is none."""
+    value = view.terms.term(a)
+
+    def origins(node: fx.Node) -> list[fx.Node]:
+        chain = [node]
+        while True:
+            same = [n for n in chain[-1].all_input_nodes if view.tensor(n) is not None and view.terms.term(n) is value]
+            if not same:
+                return chain
+            chain.append(same[0])
+
+    others = set(origins(b))
+    return next((node for node in origins(a) if node in others), a)
 
 
 # -- leaves ---------------------------------------------------------------------------------------------------------
@@ -273,8 +297,9 @@ def _frontier(
     first, second = pair.first, pair.second
     table = view.terms
     ids = found["idx"]
-    inside = between(view, first.term.nodes, out)
-    before_second = between(view, first.term.nodes, second.term.nodes[0])
+    weighed = [product.weight for product in (first, second, *pair.others)]
+    inside = between(view, pair.starts, out)
+    before_second = between(view, pair.starts, second.term.nodes[0])
     on_the_way = itertools.takewhile(lambda t: t is not found["x"], moved(first.rows))
     product = next((t for t in on_the_way if t.op == "aten.mul"), None)
     if product is not None:
@@ -287,11 +312,13 @@ def _frontier(
             if read in inside:
                 continue
             term = table.term(read)
-            if not term.is_float or term in (first.rows, first.weight, second.weight):
+            if not term.is_float or term is first.rows or term in weighed:
                 continue
             bias = _bias(term, first.stored.shape[0])
             if bias is not None:
-                role = "b13" if node in before_second and node not in second.term.nodes else "b2"
+                role = bias_role(view, pair, node, before_second)
+                if isinstance(role, Refusal):
+                    return role
                 if found.setdefault(role, bias) is not bias:
                     return Refusal(f"the block adds two different biases to its {role[1:]} product.", node)
             elif term.numel == rows and "weights" not in found:
@@ -299,6 +326,19 @@ def _frontier(
                 if leaf is not None:
                     found["weights"] = leaf
     return None
+
+
+def bias_role(view: GraphView, pair: Pair, node: fx.Node, before_second: set[fx.Node]) -> str | Refusal:
+    """Which product the bias belongs to that ``node`` adds: "b13", "b2" or, with separate gate and up, "b3"."""
+    if node not in before_second or node in pair.second.term.nodes:
+        return "b2"
+    if not pair.others:
+        return "b13"
+    gate = bool(between(view, pair.first.term.nodes, node))
+    up = bool(between(view, pair.others[0].term.nodes, node))
+    if gate == up:
+        return Refusal("a bias is added after gate and up have met.", node)
+    return "b13" if gate else "b3"
 
 
 def _is_narrow(side: Term, product: Term) -> bool:

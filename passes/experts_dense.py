@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from ascend_deep.passes._types import Refusal
-from ascend_deep.passes.experts_cut import between, outputs_of, read_by
-from ascend_deep.passes.experts_products import MOVES, Pair, divide, moved, stored_problem
+from ascend_deep.passes.experts_cut import between, bias_role, outputs_of, read_by
+from ascend_deep.passes.experts_products import MOVES, Pair, arrangements, divide, moved, stored_problem
 from ascend_deep.passes.experts_scores import prove_scores
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.normal_form import Term
@@ -53,6 +53,11 @@ def cut_dense(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refu
     problem = stored_problem(pair)
     if problem is not None:
         return problem
+    cuts = [_cut_pair(view, name, turned) for turned in arrangements(pair)]
+    return [region for cut in cuts if not isinstance(cut, Refusal) for region in cut] or cuts[0]
+
+
+def _cut_pair(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refusal:
     found = _tokens(pair)
     if found is None:
         return Refusal("the tokens that enter the first product were not found.", pair.first.term.node)
@@ -70,6 +75,8 @@ def cut_dense(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refu
     if isinstance(scores, Refusal):
         return scores
     known = {"x": x, "w13": pair.first.stored, "w2": pair.second.stored, **roles}
+    if pair.others:
+        known["w3"] = pair.others[0].stored
     hints = {"compute": str(pair.first.weight.dtype).removeprefix("torch.")}
     cuts: list[Region | Refusal] = []
     if dispatch is None:
@@ -171,7 +178,7 @@ def _ends_with(term: Term, size: Any) -> bool:
 # -- scores ---------------------------------------------------------------------------------------------------------
 def _reads(view: GraphView, pair: Pair, out: fx.Node) -> Iterator[tuple[fx.Node, Term]]:
     """What the nodes from the first product to ``out`` read from elsewhere, and the factors of its input."""
-    inside = between(view, pair.first.term.nodes, out)
+    inside = between(view, pair.starts, out)
     for term in moved_through_products(pair.first.rows):
         inside |= set(term.nodes)
     for node in sorted(inside, key=view.order.__getitem__):
@@ -200,8 +207,9 @@ def _scores(view: GraphView, pair: Pair, out: fx.Node, wanted: Any, experts: Any
 
 
 def _weighing(view: GraphView, pair: Pair, out: fx.Node, wanted: Any, x: Term) -> Iterator[Term]:
+    products = (pair.first, pair.second, *pair.others)
     for _, term in _reads(view, pair, out):
-        if term in (pair.first.weight, pair.second.weight, pair.first.rows) or not term.is_float:
+        if term is pair.first.rows or term in [p.weight for p in products] or not term.is_float:
             continue
         base = _shrunk(term, wanted)
         if base is not None and base is not x and base.op not in ("placeholder", "get_attr"):
@@ -283,7 +291,7 @@ def _distinct(ids: Term, slots: int) -> bool:
 # -- biases ---------------------------------------------------------------------------------------------------------
 def _biases(view: GraphView, pair: Pair, out: fx.Node, experts: Any) -> dict[str, Term] | Refusal:
     """Stored tensors [E, n] that are added to the products."""
-    before = between(view, pair.first.term.nodes, pair.second.term.nodes[0])
+    before = between(view, pair.starts, pair.second.term.nodes[0])
     found: dict[str, Term] = {}
     for node, read in _reads(view, pair, out):
         term = read
@@ -294,7 +302,9 @@ def _biases(view: GraphView, pair: Pair, out: fx.Node, experts: Any) -> dict[str
             continue
         if not term.nodes or not term.is_float:
             continue
-        role = "b13" if node in before and node not in pair.second.term.nodes else "b2"
+        role = bias_role(view, pair, node, before)
+        if isinstance(role, Refusal):
+            return role
         if found.setdefault(role, term) is not term:
             return Refusal(f"the block adds two different biases to its {role[1:]} product.", node)
     return found

@@ -17,7 +17,7 @@ from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.activation_family import Activated, fits, match, members, scales
 from ascend_deep.passes.experts_family import Case, family_result, first_product
 from ascend_deep.passes.experts_plan import Shape
-from ascend_deep.passes.experts_products import Pair, pair_of
+from ascend_deep.passes.experts_products import Pair, arrangements, pair_of
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Region, slice_region
 from ascend_deep.passes.stand_ins import widened
@@ -36,6 +36,11 @@ _QUIET = frozenset(
 def shapes_sentence(region: Region) -> str:
     """What is wrong with the weight shapes."""
     w13, w2, x = (tuple(region.inputs[r].meta["val"].shape) for r in ("w13", "w2", "x"))
+    if "w3" in region.inputs:
+        return (
+            f"expert weights of shapes {list(w13)} (gate, and up) and {list(w2)} do not fit tokens of size {x[-1]}: "
+            "gate and up must be I wide each and the second product I deep."
+        )
     return (
         f"expert weights of shapes {list(w13)} and {list(w2)} do not fit tokens of size {x[-1]}: the first product "
         "must be 2·I (gate and up) or I wide and the second I deep."
@@ -65,7 +70,8 @@ def _pair(region: Region) -> Pair | None:
         if op_name(node):
             pair = pair_of(region.view.terms.term(node))
             if pair is not None:
-                return pair
+                gate = region.view.terms.term(region.inputs["w13"])
+                return next((p for p in arrangements(pair) if p.first.stored is gate), pair)
     return None
 
 
@@ -81,28 +87,37 @@ def _middle(region: Region, shape: Shape, pair: Pair) -> list[Activated] | str:
     if first is None or rows is None:
         return []
     given = {"h": first, **{r: n for r, n in region.inputs.items() if r != "x"}}
+    if shape.apart:
+        (up,) = pair.others
+        if up.term.node is None:
+            return []
+        given["h3"] = up.term.node
     cut = slice_region(region.view, region.recogniser, given, [rows])
     if isinstance(cut, Refusal):
         return []
     dims = experts_plan.plans(region, shape, 1)[0]
     cases: list[tuple[Tensor, Tensor]] = []
     wide = dims.size(shape.wide)
+    halves = ("h", "h3") if shape.apart else ("h",)
     for i, gain in enumerate(scales(region.constants())):
         tensors = experts_plan.inputs(region, dims, 70 + i, torch.float64)
         for role in {"weights", "scores"} & set(tensors):
             tensors[role] = (tensors[role] != 0).double()
         tensors.update({r: torch.zeros_like(t) for r, t in tensors.items() if r.startswith("b")})
-        tensors["h"] = torch.randn(dims.shape(first), generator=torch.Generator().manual_seed(i)).double() * gain
+        generator = torch.Generator().manual_seed(i)
+        for half in halves:
+            tensors[half] = torch.randn(dims.shape(first), generator=generator).double() * gain
         try:
             (value,) = widened(cut.program).run(dims, {r: tensors[r] for r in cut.inputs})
         except Exception:
             return []
-        cases.append((tensors["h"].reshape(-1, wide), value.reshape(-1, dims.size(shape.inner))))
+        hidden = torch.cat([tensors[half].reshape(-1, wide) for half in halves], 1)
+        cases.append((hidden, value.reshape(-1, dims.size(shape.inner))))
     found = match(members(region.constants(), shape.gated), cases, shape.gated)
     if found:
         return found
     names = _names(region, pair, set(cut.nodes))
-    if shape.gated:
+    if shape.gated and not shape.apart:  # separate weights were tried the other way round as well
         swapped = [(torch.cat(h.chunk(2, dim=-1)[::-1], dim=-1), want) for h, want in cases]
         if match(members(region.constants(), True), swapped, True):
             return (
@@ -159,7 +174,7 @@ def _near_misses(region: Region, shape: Shape, middle: Sequence[Activated]) -> l
 
 def _biases_of_all(region: Region, shape: Shape) -> bool:
     """True if a dense block would be a member were it not for its biases."""
-    if not {"b13", "b2"} & set(region.inputs):
+    if not {"b13", "b3", "b2"} & set(region.inputs):
         return False
     bare = _without_biases(region, shape, experts_plan.plans(region, shape, 1)[0])
     if bare is None:
@@ -178,6 +193,6 @@ def _plain(case: Case, member: Activated, shape: Shape) -> Tensor:
 
 def _without_biases(region: Region, shape: Shape, dims: Dims) -> Case | None:
     try:
-        return Case(region, shape, dims, 201, 1.0, "distinct", zero=("b13", "b2"))
+        return Case(region, shape, dims, 201, 1.0, "distinct", zero=("b13", "b3", "b2"))
     except Exception:
         return None

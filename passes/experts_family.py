@@ -32,7 +32,8 @@ class Case:
     """One run of a region in f64: what went in, by role of the op, and what came out.
 
     Attributes:
-        x, idx, weights: [T, H], [T, K], [T, K]. w13 and w2 are [E, H, N] and [E, I, H] whatever the layout.
+        x, idx, weights: [T, H], [T, K], [T, K]. w13 and w2 are [E, H, N] and [E, I, H] whatever the layout, gate and up
+            in one.
         result: [T, H].
     """
 
@@ -52,11 +53,22 @@ class Case:
             for target, kwargs in score_chain(region.hints):
                 weights = target(weights, **{k: torch.float64 if k == "dtype" else v for k, v in kwargs.items()})
             self.weights = weights.reshape(-1, slots)
-        self.w13, self.w2 = tensors["w13"], tensors["w2"]
+        self.w13, self.w2, w3 = tensors["w13"], tensors["w2"], tensors.get("w3")
+        if w3 is not None:
+            self.w13 = torch.cat((self.w13, w3), 1 if shape.layout == "enk" else 2)
         if shape.layout == "enk":
             self.w13, self.w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        self.b13, self.b2 = tensors.get("b13"), tensors.get("b2")
+        self.b13, self.b2, b3 = tensors.get("b13"), tensors.get("b2"), tensors.get("b3")
+        if w3 is not None and (self.b13 is not None or b3 is not None):
+            self.b13 = torch.cat(_both(self.b13, b3), 1)
         self.result = result.double().reshape(self.x.shape)
+
+
+def _both(gate: Tensor | None, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two biases, one of which may be missing."""
+    known = gate if gate is not None else up
+    assert known is not None
+    return (torch.zeros_like(known) if gate is None else gate), (torch.zeros_like(known) if up is None else up)
 
 
 def first_product(case: Case, weight_on_input: bool) -> Tensor:
@@ -153,7 +165,7 @@ def _cases(region: Region, shape: Shape) -> list[Case] | str:
 
 
 def _matches(region: Region, shape: Shape, cases: Sequence[Case]) -> list[tuple[Activated, bool]]:
-    family = members(region.constants(), shape.gated)
+    family = [m for m in members(region.constants(), shape.gated) if not (shape.apart and m.interleaved)]
     found = []
     for weight_on_input in (False, True):
         left = list(family)
@@ -235,9 +247,16 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     if have not in (torch.float32, dtype):
         weights = cast(weights, have, torch.float32)
     biases = {
-        role: cast(inputs[role], originals[role].dtype, dtype) if role in inputs else None for role in ("b13", "b2")
+        role: cast(inputs[role], originals[role].dtype, dtype) if role in inputs else None
+        for role in ("b13", "b3", "b2")
     }
+    gate, up = biases["b13"], biases["b3"]
+    if "w3" in inputs and (gate is not None or up is not None):
+        missing = build.call(aten.zeros_like.default, up if gate is None else gate)
+        both = [missing if gate is None else gate, missing if up is None else up]
+        biases["b13"] = build.call(aten.cat.default, both, 1)
     w13, w2 = (cast(inputs[role], originals[role].dtype, dtype) for role in ("w13", "w2"))
+    w3 = cast(inputs["w3"], originals["w3"].dtype, dtype) if "w3" in inputs else None
     out = build.call(
         torch.ops.ascend_deep.moe_experts.default,
         x,
@@ -247,7 +266,7 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
         biases["b13"],
         w2,
         biases["b2"],
-        None,
+        w3,
         **{name: solution.attrs[name] for name in _ATTRS},
     )
     if region.outputs[0].meta["val"].dim() != 2:

@@ -6,7 +6,7 @@
 Covers ``aten._grouped_mm`` and the custom op ``transformers::grouped_mm_fallback``; weights [E, N, H] and [E, H, N];
 biases gathered by the sorted ids; gated (halves or interleaved) and plain activations with limits; routing weights on
 input, hidden rows or output, before or after a cast; rows put back by an inverse permutation, index_add or scatter_add;
-ids of other ranks (expert parallel), which contribute zero. Not covered: separate weights for gate and up.
+ids of other ranks (expert parallel), which contribute zero; gate and up in one tensor or in two.
 
 The mathematics is decided in ``experts_family.py``. Contract: ``ops/moe_experts.py``.
 """

@@ -31,7 +31,10 @@ _LARGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a block, as ints or expressions of the original graph: H, I and N of one weight layout."""
+    """Sizes of a block, as ints or expressions of the original graph: H, I and N of one weight layout.
+
+    ``apart``: gate and up have separate weights, and N = I is the width of each.
+    """
 
     layout: str
     tokens: Any
@@ -40,11 +43,12 @@ class Shape:
     hidden: Any
     inner: Any
     wide: Any
+    apart: bool = False
 
     @property
     def gated(self) -> bool:
-        """The first product is twice as wide as the second is deep."""
-        return bool(self.wide != self.inner)
+        """The first product is twice as wide as the second is deep, or there are two of them."""
+        return self.apart or bool(self.wide != self.inner)
 
 
 def _val(node: fx.Node) -> tuple[Any, ...]:
@@ -57,10 +61,11 @@ def layouts(region: Region) -> list[Shape]:
     x = _val(region.inputs["x"])
     hidden, slots = x[-1], _slots(region)
     tokens = numel(x[:-1])
+    apart = "w3" in region.inputs
     found = []
     for layout, (n, h), (h2, i) in (("enk", w13[1:], w2[1:]), ("ekn", w13[:0:-1], w2[:0:-1])):
-        if h == hidden and h2 == hidden and n in (i, 2 * i):
-            found.append(Shape(layout, tokens, slots, w13[0], hidden, i, n))
+        if h == hidden and h2 == hidden and n in ((i,) if apart else (i, 2 * i)):
+            found.append(Shape(layout, tokens, slots, w13[0], hidden, i, n, apart))
     return found
 
 
@@ -187,7 +192,7 @@ def _pairs(
     t = 1
     for s in tokens:
         t *= s
-    wide = 2 * inner if shape.gated else inner
+    wide = inner if shape.wide == shape.inner else 2 * inner
     yield from ((n, n) for n in (1, 0, -1))
     yield e, e
     yield k, few
@@ -206,6 +211,7 @@ def _pairs(
         (e * shape.wide, e * wide),
         (e * shape.inner, e * inner),
         (shape.tokens * shape.hidden, t * hidden),
+        *([(2 * shape.inner, 2 * inner)] if shape.apart else []),
     ]
     single = (*lead, shape.tokens, shape.hidden, shape.inner, shape.wide, e, k)
     yield from (
@@ -272,11 +278,11 @@ def inputs(
             out[role] = _ids(numel(shape) // slots, slots, experts, ids, generator).reshape(shape).to(_dtype(node))
             continue
         value = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if role == "w13":
+        if role in ("w13", "w3"):
             value *= gain / dims.size(size(region.inputs["x"].meta["val"].shape[-1])) ** 0.5
         elif role == "w2":
             value *= min(shape[1:]) ** -0.5
-        elif role == "b13":
+        elif role in ("b13", "b3"):
             value *= gain / 2
         elif role == "weights" and skew:
             value = value * 10.0 ** torch.randint(-4, 2, shape, generator=generator)

@@ -16,6 +16,7 @@ __all__ = [
     "MOVES",
     "Pair",
     "Product",
+    "arrangements",
     "divide",
     "expert_product",
     "impure_between",
@@ -28,6 +29,8 @@ __all__ = [
 _PRODUCTS = ("Gemm", "Einsum", "GroupedGemm")
 MOVES = ("Reshape", "Permute", "Expand", "Cast", "Mask")
 
+# What the gate goes through and up does not: a guess at which is which, before both ways are run.
+_ACTIVATIONS = frozenset(f"aten.{n}" for n in ("silu", "gelu", "sigmoid", "relu", "tanh"))
 # What no activation is made of: behind it lies another layer.
 _NEVER_BETWEEN = ("Rows", "AddRows", "Expand", "aten.sum", "aten.mean")
 
@@ -68,6 +71,11 @@ class Pair:
     second: Product
     others: tuple[Product, ...] = ()
 
+    @property
+    def starts(self) -> list[fx.Node]:
+        """The nodes of the products that read the tokens."""
+        return [node for product in (self.first, *self.others) for node in product.term.nodes]
+
 
 def expert_product(term: Term) -> Product | None:
     """``term`` as a product with expert weights, or ``None`` if it is something else."""
@@ -86,7 +94,7 @@ def expert_product(term: Term) -> Product | None:
             return Product(term, rows, weight, stored_weight(gathered.args[0]), ids=gathered.args[1])
     for rows, weight in (term.args, term.args[::-1]):
         stored = stored_weight(weight)
-        if len(stored.shape) == 3 and _is_stored(stored) and not _may_be_weight(rows):
+        if len(stored.shape) == 3 and _is_stored(stored, ("Cast", "Reshape", "Permute")) and not _may_be_weight(rows):
             return Product(term, rows, weight, stored)
     return None
 
@@ -96,9 +104,9 @@ def _may_be_weight(rows: Term) -> bool:
     return len(rows.shape) == 3 and rows.shape[0] != 1 and _is_stored(rows)
 
 
-def _is_stored(term: Term) -> bool:
+def _is_stored(term: Term, through: tuple[str, ...] = ("Cast", "Reshape")) -> bool:
     """An input of the graph, perhaps cast or seen in another shape."""
-    while term.op in ("Cast", "Reshape"):
+    while term.op in through:
         term = term.args[0]
     return term.op in ("placeholder", "get_attr")
 
@@ -144,6 +152,23 @@ def pair_of(term: Term) -> Pair | None:
     return Pair(found[0], second, tuple(found[1:])) if found else None
 
 
+def arrangements(pair: Pair) -> list[Pair]:
+    """``pair``; where gate and up have separate weights, with either of them as the first product, likelier one first.
+
+    Which of the two is the gate is decided by running the block.
+    """
+    if len(pair.others) != 1:
+        return [pair]
+    (other,) = pair.others
+    turned = Pair(other, pair.second, (pair.first,))
+    for term, _ in zip(pair.second.rows.walk(), range(48), strict=False):
+        if term.op in _ACTIVATIONS:
+            gate, up = term.mentions(pair.first.term, 16), term.mentions(other.term, 16)
+            if gate != up:
+                return [pair, turned] if gate else [turned, pair]
+    return [pair, turned]
+
+
 def impure_between(term: Term) -> fx.Node | None:
     """The nearest op without a known value (dropout, say) between the product ``term`` and whatever feeds it."""
     product = expert_product(term)
@@ -183,14 +208,13 @@ def _below(term: Term, limit: int = 48) -> Iterator[Term]:
 
 def stored_problem(pair: Pair) -> Refusal | None:
     first, second = pair.first, pair.second
-    if pair.others:
+    if len(pair.others) > 1:
         return Refusal(
-            "gate and up have separate weights, and the op takes one tensor that holds both; joining them on every "
-            "call would copy the weights.",
+            f"{1 + len(pair.others)} products with expert weights read the tokens; gate and up are two at most.",
             first.term.node,
-            "Store gate and up as one parameter [E, 2I, H], or call ascend_deep.prepare(model).",
         )
-    for product, role in ((first, "first"), (second, "second")):
+    named = [(first, "first"), (second, "second"), *((up, "up") for up in pair.others)]
+    for product, role in named:
         stored = product.stored
         if stored.op == "Permute":
             dims = list(stored.attrs)
@@ -212,7 +236,20 @@ def stored_problem(pair: Pair) -> Refusal | None:
         )
     if first.offs is not None and first.offs is not second.offs:
         return Refusal("the two grouped products have different offsets.", second.term.node)
+    for up in pair.others:
+        if up.stored.shape != first.stored.shape or up.weight.dtype != first.weight.dtype:
+            return Refusal(
+                f"gate and up have separate weights, {list(first.stored.shape)} {_dtype(first)} and "
+                f"{list(up.stored.shape)} {_dtype(up)}; the op takes two of one shape and dtype.",
+                up.term.node,
+            )
+        if up.offs is not first.offs or up.ids is not first.ids:
+            return Refusal("gate and up are routed by different ids or offsets.", up.term.node)
     return None
+
+
+def _dtype(product: Product) -> str:
+    return str(product.weight.dtype).removeprefix("torch.")
 
 
 def moved(term: Term) -> Iterator[Term]:

@@ -59,6 +59,12 @@ _SHAPE_ONLY: Mapping[str, float | None] = {
     "aten.new_ones": 1,
 }
 
+# Calls that make a tensor of the default dtype if none is named. It is written out, as the default may be another when
+# the program runs, and ``stand_ins.widened`` sees it then.
+_DEFAULT_DTYPE = frozenset(
+    f"aten.{n}" for n in ("zeros", "ones", "full", "empty", "scalar_tensor", "arange", "eye", "linspace")
+)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -103,6 +109,9 @@ class Program:
                     for k, v in node.kwargs.items()
                     if k != "pin_memory"
                 }
+                value = node.meta.get("val")
+                if op_name(node) in _DEFAULT_DTYPE and kwargs.get("dtype") is None and value.is_floating_point():
+                    kwargs["dtype"] = value.dtype
                 steps.append(Step(op_name(node), node.target, args, kwargs))
             index[node] = len(steps) - 1
         return Program(roles, tuple(steps), tuple(index[o] for o in region.outputs))

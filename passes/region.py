@@ -129,7 +129,11 @@ def _readable(node: fx.Node) -> str:
     """What a node is called in the model, as far as that is known: path of a parameter, else name in the graph."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", node.name)
-    return re.sub(r"\._(?:parameters|buffers)\b", "", clean_module_path(str(name() if callable(name) else name)))
+    name = str(name() if callable(name) else name)
+    argument = re.fullmatch(r"L\['(\w+)'\]", name)
+    if argument:
+        return argument[1]
+    return re.sub(r"\._(?:parameters|buffers)\b", "", clean_module_path(name)) or node.name
 
 
 def _numbers(a: Any, found: dict[float, None]) -> None:

@@ -19,15 +19,13 @@ def _grouped(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> 
     ids, order = idx.reshape(-1).sort(stable=True)
     order = block.at("order", order)
     offs = block.at("offsets", torch.cumsum(block.at("counts", COUNTS[spec.counts](ids)), 0, dtype=torch.int32))
-    w13, w2 = block.weights()
+    _, w2 = block.weights()
     product = torch.ops.transformers.grouped_mm_fallback
     weight = w.reshape(-1)[order][:, None]
     rows = block.at("rows", ROWS[spec.rows](x, order, k))
     if spec.weight_at == "input":
         rows = rows * weight
-    h = product(rows, w13, offs)
-    h = h if block.b13 is None else h + block.b13[ids]
-    h = block.activate(h)
+    h = block.hidden(lambda w: product(rows, w, offs), lambda b: b[ids])
     if spec.weight_at == "hidden":
         h = h * weight
     y = product(h, w2, offs)
@@ -40,13 +38,12 @@ def _grouped(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> 
 def _batched(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:
     spec, k = block.spec, idx.shape[1]
     ids = idx.reshape(-1)
-    w13, w2 = block.weights()
+    _, w2 = block.weights()
     rows = x.repeat_interleave(k, 0) if spec.rows != "divided" else x[torch.arange(x.shape[0] * k) // k]
     rows = block.at("rows", rows)
     if spec.weight_at == "input":
         rows = rows * w.reshape(-1, 1)
-    h = torch.bmm(rows.unsqueeze(1), w13[ids]).squeeze(1)
-    h = block.activate(h if block.b13 is None else h + block.b13[ids])
+    h = block.hidden(lambda w: torch.bmm(rows.unsqueeze(1), w[ids]).squeeze(1), lambda b: b[ids])
     if spec.weight_at == "hidden":
         h = h * w.reshape(-1, 1)
     y = (h.unsqueeze(1) @ w2[ids])[:, 0]
@@ -57,9 +54,9 @@ def _batched(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> 
 
 
 def _per_token(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:
-    w13, w2 = block.weights()
-    h = torch.einsum("th,tkhn->tkn", block.at("rows", x), w13[idx])
-    h = block.activate(h if block.b13 is None else h + block.b13[idx])
+    _, w2 = block.weights()
+    rows = block.at("rows", x)
+    h = block.hidden(lambda w: torch.einsum("th,tkhn->tkn", rows, w[idx]), lambda b: b[idx])
     y = torch.einsum("tki,tkih->tkh", h, w2[idx])
     y = block.at("result", y if block.b2 is None else y + block.b2[idx])
     return torch.einsum("tkh,tk->th", y, w)
@@ -69,9 +66,8 @@ def _dense(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Te
     """Every expert on every token; results are [T, E, H] or come summed."""
     spec = block.spec
     s = block.at("scores", SCORES[spec.scores](w, idx, probs))
-    w13, w2 = block.weights()
+    _, w2 = block.weights()
     x = block.at("rows", x)
-    b13 = 0.0 if block.b13 is None else block.b13
     b2 = 0.0 if block.b2 is None else block.b2
     if spec.products in ("bmm", "matmul", "repeat"):
         rows = {
@@ -81,19 +77,19 @@ def _dense(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Te
         }[spec.products]()
         if spec.weight_at == "input":
             rows = rows * s.t().unsqueeze(-1)
-        h = torch.matmul(rows, w13) if spec.products == "matmul" else torch.bmm(rows, w13)
-        h = block.activate(h if block.b13 is None else h + block.b13[:, None])
+        times = torch.matmul if spec.products == "matmul" else torch.bmm
+        h = block.hidden(lambda w: times(rows, w), lambda b: b[:, None])
         h = h * s.t()[..., None] if spec.weight_at == "hidden" else h
         y = torch.bmm(h, w2)
         y = block.at("result", y if block.b2 is None else y + block.b2[:, None])
         y = y.transpose(0, 1)
     elif spec.products == "summed":
-        h = block.activate(torch.einsum("th,ehn->ten", x, w13) + b13)
+        h = block.hidden(lambda w: torch.einsum("th,ehn->ten", x, w), lambda b: b)
         return torch.einsum("tei,eih->th", h * s[..., None], w2)
     else:
         rows = x[:, None] * s[..., None] if spec.weight_at == "input" else x
         equation = "teh,ehn->ten" if spec.weight_at == "input" else "th,ehn->ten"
-        h = block.activate(torch.einsum(equation, rows, w13) + b13)
+        h = block.hidden(lambda w: torch.einsum(equation, rows, w), lambda b: b)
         h = h * s[..., None] if spec.weight_at == "hidden" else h
         y = block.at("result", torch.einsum("tei,eih->teh", h, w2) + b2)
     return WEIGH[spec.weigh](y, s) if spec.weight_at == "output" else y.sum(1)
@@ -113,15 +109,15 @@ def _capacity(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor, co
     parts = one_hot.view(k, tokens, EXPERTS, 1) * where.unsqueeze(2)
     combine = (parts * w.t()[:, :, None, None]).sum(0)
     dispatch = parts.sum(0).to(x.dtype)
-    w13, w2 = block.weights()
+    _, w2 = block.weights()
     if spec.products in ("bmm", "matmul", "repeat"):
         slots = (dispatch.flatten(1).t() @ x).view(EXPERTS, room, HIDDEN)
         slots = block.at("rows", slots)
-        h = block.activate(torch.bmm(slots, w13) + (0.0 if block.b13 is None else block.b13[:, None]))
+        h = block.hidden(lambda w: torch.bmm(slots, w), lambda b: b[:, None])
         y = block.at("result", torch.bmm(h, w2) + (0.0 if block.b2 is None else block.b2[:, None]))
         return combine.to(x.dtype).view(tokens, -1) @ y.view(-1, HIDDEN)
     slots = block.at("rows", torch.einsum("tec,th->ech", dispatch, x))
-    h = block.activate(torch.einsum("ech,ehn->ecn", slots, w13))
+    h = block.hidden(lambda w: torch.einsum("ech,ehn->ecn", slots, w), lambda b: b[:, None])
     y = block.at("result", torch.einsum("eci,eih->ech", h, w2))
     return torch.einsum("tec,ech->th", combine.to(x.dtype), y)
 

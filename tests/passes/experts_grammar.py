@@ -30,6 +30,7 @@ class Spec:
     weigh: str = "mul"
     act: str = "silu"
     layout: str = "enk"
+    apart: bool = False
     weight_at: str = "output"
     bias: bool = False
     cast: str = "none"
@@ -225,7 +226,9 @@ class Block(nn.Module):
 
         n, swap = 2 * INNER, spec.layout == "ekn"
         self.gate = stored(EXPERTS, HIDDEN, size=1.0)
-        self.w13 = stored(EXPERTS, *((HIDDEN, n) if swap else (n, HIDDEN)), size=0.5)
+        half = n // 2 if spec.apart else n
+        self.w13 = stored(EXPERTS, *((HIDDEN, half) if swap else (half, HIDDEN)), size=0.5)
+        self.w3 = stored(*self.w13.shape, size=0.5) if spec.apart else None
         self.w2 = stored(EXPERTS, *((INNER, HIDDEN) if swap else (HIDDEN, INNER)), size=0.5)
         self.b13 = stored(EXPERTS, n, size=0.5) if spec.bias else None
         self.b2 = stored(EXPERTS, HIDDEN, size=0.5) if spec.bias else None
@@ -245,6 +248,24 @@ class Block(nn.Module):
         if self.spec.layout == "ekn":
             return self.w13, self.w2
         return self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+
+    def hidden(self, product: Callable[[Tensor], Tensor], bias: Callable[[Tensor], Tensor]) -> Tensor:
+        """The activated product of the first weights, one tensor or two.
+
+        Args:
+            product: of weights [E, H, N]; its last dim is N.
+            bias: makes a stored bias [E, N] fit the product.
+        """
+        first = self.weights()[0]
+        if self.w3 is None:
+            h = product(first)
+            return self.activate(h if self.b13 is None else h + bias(self.b13))
+        gate, up = product(first), product(self.w3 if self.spec.layout == "ekn" else self.w3.transpose(1, 2))
+        if self.b13 is not None:
+            gate, up = gate + bias(self.b13[:, :INNER]), up + bias(self.b13[:, INNER:])
+        if MUTATIONS[self.spec.mutation][0] == "hidden":
+            return self.activate(torch.cat((gate, up), -1))
+        return self.at("activated", ACTS[self.spec.act](gate, up))
 
     def activate(self, h: Tensor) -> Tensor:
         gate, up = self.at("hidden", h).chunk(2, -1)

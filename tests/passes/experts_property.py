@@ -46,7 +46,8 @@ from ascend_deep.passes.pipeline import Pipeline
 CHOICES: dict[str, tuple[object, ...]] = {
     "router": tuple(ROUTERS), "form": tuple(FORMS), "counts": tuple(COUNTS), "rows": tuple(ROWS),
     "combine": tuple(COMBINE), "products": PRODUCTS, "scores": tuple(SCORES), "weigh": tuple(WEIGH),
-    "act": tuple(ACTS), "layout": ("enk", "ekn"), "weight_at": PLACES, "bias": (False, False, True),
+    "act": tuple(ACTS), "layout": ("enk", "ekn"), "apart": (False, True),
+    "weight_at": PLACES, "bias": (False, False, True),
     "cast": ("none", "weights"), "scale": (1.0, 2.5), "slots": (1, 2, 3), "tokens": (5, 7, 17),
     "lead": (False, True), "mutation": ("none", *MUTATIONS),
 }  # fmt: skip

@@ -107,27 +107,6 @@ def test_grouped_spellings(block, expected):
     fused(block(), **expected)
 
 
-class GateAndUpApart(Grouped):
-    """As torchtitan stores them: three weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.w3 = nn.Parameter(torch.randn(E, 16, H) * 0.3)
-        self.w13 = nn.Parameter(self.w13.detach()[:, :16].clone())
-
-    def forward(self, x, idx, weights):
-        slots = idx.shape[1]
-        ids, order = idx.reshape(-1).sort()
-        offs, rows = self.offsets(ids), x[order // slots]
-        h = F.silu(self.product(rows, self.up(), offs)) * self.product(rows, self.w3.transpose(-2, -1), offs)
-        y = self.weigh(self.product(h, self.down(), offs), weights.reshape(-1)[order])
-        return self.combine(y, order, x, slots)
-
-
-def test_gate_and_up_in_two_tensors_are_left():
-    refused(GateAndUpApart(), "gate and up have separate weights", "copy")
-
-
 @pytest.mark.parametrize("form", ["bmm", "matmul", "einsum", "index_select"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_batched_spellings(form, bias):
