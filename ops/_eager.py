@@ -6,26 +6,57 @@ step's experts feel. A kernel that accepts nothing that the op refuses (``tests/
 sure of that) can be tried first; what it refuses takes the long way, which knows the reason or another provider. The
 dispatcher is left out only if nobody there would do anything: no gradient, no mode, no transform, no autocast, no
 tensor subclass. Lazy bits are resolved by the dispatcher when the kernel, an op itself, is called.
+
+Kernels on CUDA are Python functions that check nothing. There the short way goes by ``signature``: a call whose tensors
+and numbers look like those of a call that was checked, and taken by a provider, goes to that provider's kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["nothing_between"]
+__all__ = ["nothing_between", "signature"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_SCALARS = (int, float, str, torch.dtype, type(None))
 
 
-def nothing_between(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would hand these tensors (or ``None``) to a CPU kernel and do nothing else."""
-    gradients = torch.is_grad_enabled()
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """All that checks of arguments and limits of providers may read off a call; ``None`` if it has other arguments."""
+    key: list[Any] = []
     for a in args:
-        if a is not None and (type(a) not in _PLAIN or not a.is_cpu or (gradients and a.requires_grad)):
+        if a is None:
+            key.append(None)
+        elif type(a) in _PLAIN:
+            key += (a.dtype, a.shape, a.stride(), a.device)
+        else:
+            return None
+    for value in kwargs.values():
+        if not isinstance(value, _SCALARS):
+            return None
+    return (*key, *kwargs.items())
+
+
+def nothing_between(args: tuple[Any, ...], device: str = "cpu") -> bool:
+    """Whether the dispatcher would hand these tensors (or ``None``) to a kernel of ``device`` and do nothing else.
+
+    Args:
+        args: the tensors of a call.
+        device: ``"cpu"``, where the kernel is an op, which resolves lazy bits, or ``"cuda"``, where it reads memory.
+    """
+    gradients = torch.is_grad_enabled()
+    cuda = device == "cuda"
+    for a in args:
+        if a is not None and (
+            type(a) not in _PLAIN
+            or (not a.is_cuda or a.is_neg() if cuda else not a.is_cpu)
+            or (gradients and a.requires_grad)
+        ):
             return False
     return not (
         forward_ad._current_level >= 0
@@ -33,5 +64,5 @@ def nothing_between(args: tuple[Any, ...]) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled(device)
     )

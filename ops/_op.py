@@ -32,7 +32,7 @@ import torch
 from ascend_deep.native import table
 from ascend_deep.native._provider import Choice
 from ascend_deep.ops._dispatch import AUTOCAST_KEYS, autocast_kernel, autograd_kernel
-from ascend_deep.ops._eager import nothing_between
+from ascend_deep.ops._eager import nothing_between, signature
 
 __all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "call", "provider", "register", "strict"]
 
@@ -44,6 +44,9 @@ _LIBRARY: torch.library.Library = globals().get("_LIBRARY") or torch.library.Lib
 _REGISTERED: dict[str, OpDef] = globals().get("_REGISTERED", {})
 # Ops that the last call found a kernel for that checks its arguments itself, and the table that named it.
 _SHORT: dict[str, tuple[object, Callable[..., Any]]] = globals().get("_SHORT", {})
+# CUDA calls that were checked and taken, by op and signature: the table that was asked and the kernel that took it.
+_TAKEN: dict[str, dict[tuple[Any, ...], tuple[object, Callable[..., Any]]]] = globals().get("_TAKEN", {})
+_TAKEN_AT_MOST = 1024  # of an op; contexts that grow make new ones
 _STRICT: ContextVar[bool] = globals().get("_STRICT") or ContextVar("ascend_deep_strict", default=False)
 
 
@@ -147,7 +150,17 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
                 return short[1](*args, **kwargs)
             except (RuntimeError, TypeError):
                 pass
+        elif short is None and args[0].is_cuda and nothing_between(args, "cuda") and not _debugging():
+            kernel = _taken(name, signature(args, kwargs))
+            if kernel is not None:
+                return kernel(*args, **kwargs)
     return getattr(getattr(torch.ops, NAMESPACE), name).default(*args, **kwargs)
+
+
+def _taken(name: str, key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
+    """The kernel that took a call of op ``name`` with this signature, from the table as it is now."""
+    found = _TAKEN[name].get(key) if key is not None and name in _TAKEN else None
+    return found[1] if found is not None and found[0] is table.PRIORITY else None
 
 
 def _debugging() -> bool:
@@ -167,6 +180,7 @@ def register(op: OpDef) -> None:
     known = op.name in _REGISTERED or hasattr(getattr(torch.ops, NAMESPACE), op.name)
     _REGISTERED[op.name] = op
     _SHORT.pop(op.name, None)
+    _TAKEN.pop(op.name, None)
     if known:
         return
     name = op.name
@@ -174,10 +188,14 @@ def register(op: OpDef) -> None:
     _LIBRARY.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
 
     # Both names are held by the closures that the dispatcher keeps for ever, and so is the library.
-    table_of_ops, library, short = _REGISTERED, _LIBRARY, _SHORT
+    table_of_ops, library, short, taken = _REGISTERED, _LIBRARY, _SHORT, _TAKEN
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         definition = table_of_ops[name]
+        key = signature(args, kwargs) if args[0].is_cuda and not _debugging() else None
+        known = _taken(name, key)
+        if known is not None:
+            return known(*args, **kwargs)
         definition.check(*args, **kwargs)
         if definition.debug is not None and _debugging():
             definition.debug(*args, **kwargs)
@@ -186,6 +204,11 @@ def register(op: OpDef) -> None:
         if choice.provider is not None:
             if name in choice.provider.direct:
                 short[name] = (table.PRIORITY, choice.provider.direct[name]())
+            if key is not None:
+                calls = taken.setdefault(name, {})
+                if len(calls) >= _TAKEN_AT_MOST:
+                    calls.clear()
+                calls[key] = (table.PRIORITY, choice.provider.kernels[name])
             return choice.provider.kernels[name](*args, **kwargs)
         if _STRICT.get():
             raise _refuse_reference(name, device, choice)

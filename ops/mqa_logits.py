@@ -11,6 +11,8 @@
   ks + c; keys of a range beyond the first L are dropped.
 * With ``clean`` everything that is excluded, and every column behind the range, is -inf, whatever q, kv and the mask
   hold there. Without it, it is unspecified (what DeepGEMM returns), and reading it is an error of the caller.
+* The result is contiguous, but for dense f32 scores of fp8 operands on CUDA: whichever provider runs, their rows are
+  ``native.logits_rows.pitch(T)`` elements apart, which is what DeepGEMM writes. ``view`` wants ``contiguous()`` there.
 * NaN and infinities of used operands reach the logits as IEEE arithmetic says; relu(NaN) is NaN.
 
 Contract: DeepGEMM ``fp8_fp4_mqa_logits`` (B = 1 there; its range operands are our ``ks`` and ``ke``), with the scale,
@@ -24,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native import logits_rows
 from ascend_deep.ops import _check, _mqa
 from ascend_deep.ops._mqa_samples import logits_samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 
 __all__ = ["FP8_ON_CUDA", "MQA_LOGITS", "REASON", "compress", "mqa_logits"]
 
@@ -63,8 +66,9 @@ def mqa_logits(
         out_dtype: floating; ``None``: f32 (f64 with f64 operands).
 
     Returns:
-        [B, S, T] or [B, S, max_seqlen_k]. Differentiable in q, kv and weights unless q or kv is fp8 or fp4, and in a
-        floating mask; excluded keys get and give exactly zero gradient.
+        [B, S, T] or [B, S, max_seqlen_k], with padded rows for fp8 on CUDA (see the module). Differentiable in q, kv
+        and weights unless q or kv is fp8 or fp4, and in a floating mask; excluded keys get and give exactly zero
+        gradient.
 
     Raises:
         ValueError, TypeError: one sentence that names the argument.
@@ -83,7 +87,8 @@ def mqa_logits(
             out_dtype=out_dtype,
         )
         return out.squeeze(0)
-    return torch.ops.ascend_deep.mqa_logits.default(
+    out: Tensor = call(
+        _OP,
         q,
         q_sf,
         kv,
@@ -97,6 +102,7 @@ def mqa_logits(
         clean=clean,
         out_dtype=out_dtype,
     )
+    return out
 
 
 def _check_args(
@@ -153,7 +159,10 @@ def _reference(
         out = out.masked_fill(hidden, -torch.inf)
     if max_seqlen_k:
         out = compress(q, out, ks, max_seqlen_k)
-    return out.to(out_dtype) if out_dtype is not None else out
+    out = out.to(out_dtype) if out_dtype is not None else out
+    if logits_rows.padded(q.device.type, q.dtype, kv.dtype, max_seqlen_k, out_dtype):
+        return logits_rows.empty_scores(q, kv, max_seqlen_k, out_dtype).copy_(out)
+    return out
 
 
 def _fake(
@@ -170,9 +179,7 @@ def _fake(
     out_dtype: torch.dtype | None,
     **_: Any,
 ) -> Tensor:
-    dense = type(max_seqlen_k) is int and max_seqlen_k == 0
-    shape = (q.shape[0], q.shape[1], kv.shape[1] if dense else max_seqlen_k)
-    return q.new_empty(shape, dtype=out_dtype or _check.compute_dtype(q.dtype))
+    return logits_rows.empty_scores(q, kv, max_seqlen_k, out_dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check, _mqa
 from ascend_deep.ops._mqa_samples import topk_samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops.mqa_logits import REASON
 
 __all__ = ["MQA_TOPK", "OUTSIDE", "mqa_topk", "order_keys", "select"]
@@ -84,7 +84,8 @@ def mqa_topk(
             index_dtype=index_dtype,
         )
         return scores.squeeze(0) if return_scores else scores, idx.squeeze(0)
-    return torch.ops.ascend_deep.mqa_topk.default(
+    out: tuple[Tensor, Tensor] = call(
+        _OP,
         q,
         q_sf,
         kv,
@@ -100,6 +101,7 @@ def mqa_topk(
         return_scores=return_scores,
         index_dtype=index_dtype,
     )
+    return out
 
 
 def _check_args(

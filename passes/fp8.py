@@ -10,18 +10,20 @@ one power of two per 32 elements. Scales are positive, so kernels may take them 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ascend_deep import ops
+from ascend_deep.native import logits_rows
 from ascend_deep.native.deep_gemm.differences import platform
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.probe import isolated
 
-__all__ = ["effect", "quantise", "quantised"]
+__all__ = ["effect", "make_contiguous", "quantise", "quantised"]
 
 _aten = torch.ops.aten
 _FP8 = torch.float8_e4m3fn
@@ -81,11 +83,32 @@ def quantise(call: fx.Node, gradients: bool) -> str:
         new_q = _quantised(build.call, q, depth, group)
         new_kv = _quantised(build.call, kv, depth, group)
     call.args = (*new_q, *new_kv, *call.args[4:])
+    if op_name(call) == "ascend_deep.mqa_logits":
+        make_contiguous(call, getattr(value, "fake_mode", None))
     error, kept = effect(heads, depth, _chosen(call), group)
     return (
         f"allow_fp8: q and k are quantised to fp8; on random operands scores change by up to {error:.1e} of the "
         f"largest and {kept:.1f} % of the chosen keys stay."
     )
+
+
+def make_contiguous(call: fx.Node, fake_mode: Any) -> fx.Node:
+    """Users of an ``mqa_logits`` node with fp8 operands get contiguous scores, as the block made them.
+
+    On CUDA such scores have padded rows (``native.logits_rows``). The copy is a node that Inductor puts into the first
+    of the users. Elsewhere nothing changes. Returns the node that the users read.
+    """
+    q, kv = call.args[0].meta["val"], call.args[2].meta["val"]  # type: ignore[union-attr]
+    with fake_mode if fake_mode is not None else nullcontext():
+        value = logits_rows.empty_scores(q, kv, call.kwargs["max_seqlen_k"], call.kwargs["out_dtype"])
+    call.meta["val"] = value
+    if not logits_rows.padded(q.device.type, q.dtype, kv.dtype, call.kwargs["max_seqlen_k"], value.dtype):
+        return call
+    with call.graph.inserting_after(call):
+        build = Builder(call.graph, origin=call, fake_mode=fake_mode)
+        copy = build.call(_aten.clone.default, call, memory_format=torch.contiguous_format)
+    call.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    return copy
 
 
 def _group(value: Tensor, depth: int) -> tuple[int, str]:

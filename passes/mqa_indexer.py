@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ascend_deep.native import logits_rows
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -115,6 +116,12 @@ class MqaIndexer:
         if solution.op == "mqa_logits":
             attrs["out_dtype"] = getattr(torch, attrs["out_dtype"])
             out = build.call(torch.ops.ascend_deep.mqa_logits.default, *args, **attrs)
+            values = [node.meta.get("val") for node in (q, kv, out)]
+            if all(isinstance(v, Tensor) for v in values) and logits_rows.padded(
+                values[0].device.type, values[0].dtype, values[1].dtype, 0, values[2].dtype
+            ):
+                # The block's scores are contiguous.
+                out = build.call(_aten.clone.default, out, memory_format=torch.contiguous_format)
             return [restore(build.call, out, layout)]
         attrs["index_dtype"] = getattr(torch, attrs["index_dtype"])
         if region.hints["capped"]:

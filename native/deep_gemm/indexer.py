@@ -2,21 +2,24 @@
 
 The functions take the library as an argument, so that a test can pass a stand-in and look at every call. Rules that
 hold on all platforms: operands contiguous, bounds int32 and contiguous and inside [0, T], result allocated by the
-library with a padded row pitch. Ours are added here: the scale goes into the weights, the row pitch is taken out, and
-everything outside the ranges becomes -inf where the caller asks for it.
+library with a padded row pitch. Ours are added here: the scale goes into the weights, and everything outside the ranges
+becomes -inf where the caller asks for it. Dense f32 scores of SM90 keep the library's rows, which is what the op
+promises there (``native.logits_rows``); all others are made contiguous.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native import logits_rows
 from ascend_deep.native.deep_gemm.differences import Indexer
 
-__all__ = ["logits", "pack_scales", "raw_logits"]
+__all__ = ["Operands", "logits", "operands", "pack_scales", "raw_logits"]
 
 _EXPONENT_ONE = 127
 
@@ -53,25 +56,28 @@ def _filled(kind: str, size: int, value: int, device: torch.device) -> Tensor:
     return _constant(kind, size, value, device)
 
 
-def _bound(bound: Tensor | None, default: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    if bound is None:
-        return _filled("bound", queries, default, device)
-    return bound[0].clamp(0, keys).to(torch.int32).contiguous()
+@dataclass(frozen=True)
+class Operands:
+    """Arguments of the library for one sequence.
+
+    Attributes:
+        q, kv: data, [S, H, D] and [T, D], contiguous.
+        q_sf: words [S, H, n], or ``None`` where the weights hold the scales of q.
+        kv_sf: f32 [T], or words [T, n].
+        weights: [S, H] in the library's dtype, times the scale.
+        starts, ends: i32 [S] inside [0, T].
+    """
+
+    q: Tensor
+    q_sf: Tensor | None
+    kv: Tensor
+    kv_sf: Tensor
+    weights: Tensor
+    starts: Tensor
+    ends: Tensor
 
 
-def _weights(row: Indexer, weights: Tensor, q_sf: Tensor | None, scale: float) -> Tensor:
-    """Head weights [S, H] in the library's dtype, times the scale and, where q has one, its per-vector scale."""
-    folded = weights[0]
-    if q_sf is not None and not row.mx_scales:
-        # 0 + scale * weights * q_sf in one launch.
-        folded = torch.addcmul(_filled("scale", 1, 0, weights.device), folded, q_sf[0, :, :, 0], value=scale)
-    elif scale != 1.0:
-        folded = folded.float() * scale
-    return folded.to(row.weights).contiguous()
-
-
-def raw_logits(
-    library: Any,
+def operands(
     row: Indexer,
     q: Tensor,
     q_sf: Tensor | None,
@@ -80,50 +86,77 @@ def raw_logits(
     weights: Tensor,
     ks: Tensor | None,
     ke: Tensor | None,
-    *,
     scale: float,
-    columns: int,
-    clean: bool = False,
-    ranges: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Operands:
+    """What the library of the platform ``row`` gets for a call of ``mqa_logits`` with B = 1.
+
+    A negative scale of a vector, which the library would apply behind the ReLU, becomes NaN (on CUDA; the op itself
+    refuses it on the CPU).
+    """
+    device, keys = q.device, kv.shape[1]
+    starts: Tensor | None
+    ends: Tensor | None
+    if row.mx_scales:
+        assert q_sf is not None and kv_sf is not None
+        q_words: Tensor | None = pack_scales(q_sf[0], row.scale_dtype)
+        scales: Tensor | None = pack_scales(kv_sf[0], row.scale_dtype)
+        folded = (weights[0] if scale == 1.0 else weights[0].float() * scale).to(row.weights).contiguous()
+        starts, ends = (None if b is None else _bound(b, keys) for b in (ks, ke))
+    else:
+        q_words = None
+        of_q, of_kv = None if q_sf is None else q_sf[0, :, :, 0], None if kv_sf is None else kv_sf[0, :, 0]
+        first, end = (None if b is None else b[0] for b in (ks, ke))
+        if device.type == "cuda":
+            from ascend_deep.native.triton.library import prepare
+
+            folded, scales, starts, ends = prepare(weights[0], of_q, of_kv, first, end, scale=scale, keys=keys)
+        else:
+            folded = weights[0].float() * scale * (1.0 if of_q is None else of_q)
+            scales = None if of_kv is None else of_kv.contiguous()
+            starts, ends = (None if b is None else _bound(b, keys) for b in (ks, ke))
+    return Operands(
+        q[0].contiguous(),
+        q_words,
+        kv[0].contiguous(),
+        _filled("scale", keys, 1, device) if scales is None else scales,
+        folded,
+        _filled("bound", q.shape[1], 0, device) if starts is None else starts,
+        _filled("bound", q.shape[1], keys, device) if ends is None else ends,
+    )
+
+
+def _bound(bound: Tensor, keys: int) -> Tensor:
+    return bound[0].clamp(0, keys).to(torch.int32).contiguous()
+
+
+def raw_logits(library: Any, row: Indexer, given: Operands, *, columns: int, clean: bool = False) -> Tensor:
     """The library's result [S, T], or compressed [S, columns] if ``columns`` is not 0; row pitch as it comes.
 
     Args:
         library: the ``deep_gemm`` module.
         row: the platform.
-        others: as for ``mqa_logits`` with B = 1.
-        ranges: ``ks`` and ``ke`` as the library wants them, if the caller has made them.
+        given: from ``operands``.
         clean: let the library write -inf outside the ranges of a dense result (``row.clean``).
     """
-    queries, heads, device = q.shape[1], q.shape[2], q.device
-    keys = kv.shape[1]
-    start, end = ranges or (_bound(ks, 0, queries, keys, device), _bound(ke, keys, queries, keys, device))
-    w = _weights(row, weights, q_sf, scale)
-    q_data, kv_data = q[0].contiguous(), kv[0].contiguous()
     function = getattr(library, row.function)
-    if not row.mx_scales:
-        sf = _filled("scale", keys, 1, device) if kv_sf is None else kv_sf[0, :, 0].contiguous()
-        out: Tensor = function(q_data, (kv_data, sf), w, start, end, clean_logits=clean, max_seqlen_k=columns)
-        return out
-    assert q_sf is not None and kv_sf is not None
-    q_words = pack_scales(q_sf[0], row.scale_dtype)
-    kv_words = pack_scales(kv_sf[0], row.scale_dtype)
-    if row.compressed_only:
+    bounds = (given.weights, given.starts, given.ends)
+    out: Tensor
+    if given.q_sf is None:
+        out = function(given.q, (given.kv, given.kv_sf), *bounds, clean_logits=clean, max_seqlen_k=columns)
+    elif row.compressed_only:
         # Scales of q are rows of (query, head) there, as those of kv are rows of keys.
-        q_pair = (q_data, q_words.reshape(queries * heads, -1))
-        out = function(q_pair, (kv_data, kv_words), w, start, end, columns or keys)
-        return out
-    # One word holds the scales of a whole vector of up to 128 elements.
-    out = function(
-        (q_data, q_words[..., 0].contiguous()),
-        (kv_data, kv_words[..., 0].contiguous()),
-        w,
-        start,
-        end,
-        clean_logits=clean,
-        max_seqlen_k=columns,
-        logits_dtype=row.logits,
-    )
+        q_pair = (given.q, given.q_sf.flatten(0, 1))
+        out = function(q_pair, (given.kv, given.kv_sf), *bounds, columns or given.kv.shape[0])
+    else:
+        # One word holds the scales of a whole vector of up to 128 elements.
+        out = function(
+            (given.q, given.q_sf[..., 0].contiguous()),
+            (given.kv, given.kv_sf[..., 0].contiguous()),
+            *bounds,
+            clean_logits=clean,
+            max_seqlen_k=columns,
+            logits_dtype=row.logits,
+        )
     return out
 
 
@@ -143,23 +176,26 @@ def logits(
     clean: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The op ``mqa_logits`` for B = 1: contiguous [1, S, T or max_seqlen_k]."""
-    keys = kv.shape[1]
-    ranges = (_bound(ks, 0, q.shape[1], keys, q.device), _bound(ke, keys, q.shape[1], keys, q.device))
-    call = functools.partial(raw_logits, library, row, q, q_sf, kv, kv_sf, weights, ks, ke, scale=scale, ranges=ranges)
+    """The op ``mqa_logits`` for B = 1: [1, S, T or max_seqlen_k], contiguous unless ``logits_rows`` pads it."""
+    given = operands(row, q, q_sf, kv, kv_sf, weights, ks, ke, scale)
     bounded = ks is not None or ke is not None
-    unit = row.row_bytes // row.logits.itemsize
-    if max_seqlen_k or ks is None:
-        # With every range at 0 compressed and dense are the same, and a compressed result of a full row has no padding.
-        columns = max_seqlen_k or (keys if row.compressed_only or keys % unit == 0 else 0)
-        out = call(columns=columns).contiguous()
-        if clean and (max_seqlen_k or bounded):
-            _clean_behind(out, ranges[1] if ks is None else (ranges[1] - ranges[0]).clamp(min=0))
-    elif row.compressed_only:
-        out = _spread(call(columns=keys), *ranges)
+    if max_seqlen_k or row.compressed_only:
+        out = raw_logits(library, row, given, columns=max_seqlen_k or kv.shape[1])
+        if ks is not None and not max_seqlen_k:
+            out = _spread(out, given.starts, given.ends)
+        elif clean and (max_seqlen_k or bounded):
+            _clean_behind(out, given.ends if ks is None else (given.ends - given.starts).clamp(min=0))
     else:
-        out = call(columns=0, clean=clean).contiguous()
-    return out.unsqueeze(0).to(out_dtype or torch.float32)
+        # The library writes whole tiles from the first key of a range on; it cleans in front of and behind ranges.
+        out = raw_logits(library, row, given, columns=0, clean=clean and ks is not None)
+        if clean and ks is None and bounded:
+            _clean_behind(out, given.ends)
+    out = out.unsqueeze(0).to(out_dtype or torch.float32)
+    if not logits_rows.padded(out.device.type, q.dtype, kv.dtype, max_seqlen_k, out_dtype):
+        return out.contiguous()
+    if out.stride(1) == logits_rows.pitch(kv.shape[1]):
+        return out
+    return logits_rows.empty_scores(q, kv, max_seqlen_k, out_dtype).copy_(out)
 
 
 def _spread(compressed: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -173,7 +209,7 @@ def _spread(compressed: Tensor, start: Tensor, end: Tensor) -> Tensor:
 def _clean_behind(out: Tensor, length: Tensor) -> None:
     """-inf in the columns ``length[s]`` and above of ``out`` [S, C]."""
     if out.device.type == "cuda":
-        from ascend_deep.native.triton.fill import fill_behind
+        from ascend_deep.native.triton.library import fill_behind
 
         fill_behind(out, length.contiguous())
     else:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.deep_gemm import indexer
+from ascend_deep.native.deep_gemm import gemm_provider, indexer
 from ascend_deep.native.deep_gemm.differences import Indexer, platform
 
 __all__ = ["DEEP_GEMM", "DEEP_GEMM_NPU", "limits_of"]
@@ -145,7 +146,15 @@ def _mqa_logits(
 ) -> Tensor:
     row = _platform(q)
     assert row is not None  # the limits refuse other devices
-    return indexer.logits(_library(), row, q, q_sf, kv, kv_sf, weights, ks, ke, **attributes)
+    with _on_device(q):
+        return indexer.logits(_library(), row, q, q_sf, kv, kv_sf, weights, ks, ke, **attributes)
+
+
+def _on_device(q: Tensor) -> AbstractContextManager[Any]:
+    """The library launches on the current device."""
+    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(q)
 
 
 def _mqa_topk(
@@ -167,8 +176,7 @@ def _mqa_topk(
     assert row is not None
 
     def fill(b: slice, s: slice) -> Values:
-        out = indexer.raw_logits(
-            _library(),
+        given = indexer.operands(
             row,
             q[:, s],
             None if q_sf is None else q_sf[:, s],
@@ -177,28 +185,29 @@ def _mqa_topk(
             weights[:, s],
             None if ks is None else ks[:, s],
             None if ke is None else ke[:, s],
-            scale=scale,
-            columns=0,
+            scale,
         )
+        out = indexer.raw_logits(_library(), row, given, columns=0)
         return Values(out.view(torch.int32).unsqueeze(0), masked=False)
 
-    return topk_of_blocks(fill, q, kv.shape[1], ks, ke, **attributes)
+    with _on_device(q):
+        return topk_of_blocks(fill, q, kv.shape[1], ks, ke, **attributes)
 
 
 DEEP_GEMM = Provider(
     name="deep_gemm",
     device="cuda",
     unavailable=_unavailable,
-    kernels={"mqa_logits": _mqa_logits, "mqa_topk": _mqa_topk},
-    limits={"mqa_logits": _logits_limits, "mqa_topk": _topk_limits},
-    version="1",
+    kernels={"mqa_logits": _mqa_logits, "mqa_topk": _mqa_topk, **gemm_provider.kernels(_library)},
+    limits={"mqa_logits": _logits_limits, "mqa_topk": _topk_limits, **gemm_provider.limits()},
+    version="2",
 )
 
 DEEP_GEMM_NPU = Provider(
     name="deep_gemm",
     device="npu",
     unavailable=_unavailable,
-    kernels={"mqa_logits": _mqa_logits},
-    limits={"mqa_logits": _logits_limits},
-    version="1",
+    kernels={"mqa_logits": _mqa_logits, **gemm_provider.kernels(_library)},
+    limits={"mqa_logits": _logits_limits, **gemm_provider.limits()},
+    version="2",
 )

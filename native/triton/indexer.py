@@ -16,8 +16,9 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ascend_deep.native.logits_rows import empty_scores
+from ascend_deep.native.triton.launch import Rows, launch, on_device
 from ascend_deep.native.triton.mqa_logits import logits_kernel
 from ascend_deep.native.triton.plan import MAX_BLOCK, Block, Long, Tile, block_for, long_for, power_of_two, tile_for
 from ascend_deep.native.triton.select import filter_kernel, pick_kernel, sample_kernel, select_kernel
@@ -90,7 +91,6 @@ def launch_logits(
     per_tile = max(per_tile, 16 // block_h)  # the smallest tile of the tensor cores
     block_d = power_of_two(depth, 32)
     flat = _flat_keys(kv)
-    descriptor = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [tile.keys, block_d])
     blocks = triton.cdiv(queries, per_tile)
     span = max(keys, out.shape[2]) if compressed else keys
     pieces = max(min(tile.programs // max(blocks * batch, 1), triton.cdiv(span, 8 * tile.keys)), 1)
@@ -98,17 +98,18 @@ def launch_logits(
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     q_sf_2 = None if q_sf is None else q_sf[..., 0]
     kv_sf_2 = None if kv_sf is None else kv_sf[..., 0].contiguous()
-    logits_kernel[(blocks, triton.cdiv(span, chunk), batch)](
+    bits = out.dtype == torch.int32
+    args = (
         q,
         q_sf_2,
-        descriptor,
+        Rows(flat, flat.shape[0], flat.shape[1], flat.stride(0), (tile.keys, block_d)),
         kv_sf_2,
         weights,
         ks,
         ke,
         mask.view(torch.uint8) if mask is not None and kind == 1 else mask,
         out,
-        scale,
+        float(scale),
         queries,
         keys,
         out.shape[2],
@@ -121,26 +122,29 @@ def launch_logits(
         *_pitch(ke, 2, (0,)),
         *_pitch(mask, 3, (0, 1)),
         *_pitch(out, 2),
-        H=heads,
-        D=depth,
-        QUERIES=per_tile,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        BLOCK_T=tile.keys,
-        NEGATIVE=scale < 0,
-        HAS_QSF=q_sf is not None,
-        HAS_KVSF=kv_sf is not None,
-        HAS_KS=ks is not None,
-        HAS_KE=ke is not None,
-        MASK=kind,
-        COMPRESSED=compressed,
-        CLEAN=clean and out.dtype != torch.int32,
-        BITS=out.dtype == torch.int32,
-        EVEN=ks is None and ke is None and not compressed and keys % chunk == 0,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
-        STAGES=tile.stages,
-        num_warps=tile.warps,
     )
+    options = {
+        "H": heads,
+        "D": depth,
+        "QUERIES": per_tile,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+        "BLOCK_T": tile.keys,
+        "NEGATIVE": scale < 0,
+        "HAS_QSF": q_sf is not None,
+        "HAS_KVSF": kv_sf is not None,
+        "HAS_KS": ks is not None,
+        "HAS_KE": ke is not None,
+        "MASK": kind,
+        "COMPRESSED": compressed,
+        "CLEAN": clean and not bits,
+        "BITS": bits,
+        "EVEN": ks is None and ke is None and not compressed and keys % chunk == 0,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+    launch(logits_kernel, (blocks, triton.cdiv(span, chunk), batch), args, options)
 
 
 def mqa_logits(
@@ -159,9 +163,8 @@ def mqa_logits(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """The op ``mqa_logits`` (its docstring has the contract)."""
-    columns = max_seqlen_k or kv.shape[1]
-    out = torch.empty(q.shape[0], q.shape[1], columns, dtype=out_dtype or torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
+    out = empty_scores(q, kv, max_seqlen_k, out_dtype)
+    with on_device(q):
         launch_logits(
             q, q_sf, kv, kv_sf, weights, ks, ke, mask, out, scale=scale, compressed=max_seqlen_k > 0, clean=clean
         )
@@ -212,29 +215,34 @@ def select_rows(
     wanted = scores is not None
     if plan is None:
         plan = block_for(columns) if columns <= MAX_BLOCK else long_for(batch * rows, columns, topk)
+    programs = batch * rows
     if isinstance(plan, Block):
-        select_kernel[(batch * rows,)](
-            values.data, ks, ke, *out, columns, topk, rows, *pitches, *out_pitches,
-            SCORES=wanted, EVEN=columns == plan.keys, **_layouts(plan), **options,
-        )  # fmt: skip
+        args: tuple[Any, ...] = (values.data, ks, ke, *out, columns, topk, rows, *pitches, *out_pitches)
+        even = {"SCORES": wanted, "EVEN": columns == plan.keys}
+        launch(select_kernel, (programs, 1, 1), args, {**_layouts(plan), **options, **even})
         return
     parts = triton.cdiv(columns, plan.segment)
-    new = functools.partial(torch.empty, device=idx.device)
-    bounds = new(batch * rows, dtype=torch.int32)
-    lists = new(batch * rows, parts * plan.segment, dtype=torch.int16)
-    counts = new(batch * rows, parts, dtype=torch.int32)
-    sample_kernel[(batch * rows,)](
-        values.data, ks, ke, bounds, columns, topk, rows, *pitches,
-        SAMPLE=plan.sample.keys, CAPACITY=plan.pick.keys, SPREAD=_layouts(plan.sample)["SPREAD"],
-        num_warps=plan.sample.warps, **options,
-    )  # fmt: skip
-    filter_kernel[(batch * rows, parts)](
-        values.data, ks, ke, bounds, lists, counts, columns, rows, plan.segment, *pitches, lists.stride(0),
-        EVEN=columns % plan.filter.keys == 0, **_layouts(plan.filter), **options,
-    )  # fmt: skip
-    pick_kernel[(batch * rows,)](
-        values.data, ks, ke, bounds, lists, counts, *out, columns, topk, rows, plan.segment, parts, *pitches,
-        lists.stride(0), *out_pitches, SCORES=wanted, **_layouts(plan.pick), **options,
+    bounds = torch.empty(programs, dtype=torch.int32, device=idx.device)
+    lists = torch.empty(programs, parts * plan.segment, dtype=torch.int16, device=idx.device)
+    counts = torch.empty(programs, parts, dtype=torch.int32, device=idx.device)
+    launch(
+        sample_kernel,
+        (programs, 1, 1),
+        (values.data, ks, ke, bounds, columns, topk, rows, *pitches),
+        {**_sample_options(plan.sample, plan.pick.keys), **options},
+    )
+    launch(
+        filter_kernel,
+        (programs, parts, 1),
+        (values.data, ks, ke, bounds, lists, counts, columns, rows, plan.segment, *pitches, lists.stride(0)),
+        {**_layouts(plan.filter), **options, "EVEN": columns % plan.filter.keys == 0},
+    )
+    launch(
+        pick_kernel,
+        (programs, 1, 1),
+        (values.data, ks, ke, bounds, lists, counts, *out, columns, topk, rows, plan.segment, parts, *pitches,
+         lists.stride(0), *out_pitches),
+        {**_layouts(plan.pick), **options, "SCORES": wanted},
     )  # fmt: skip
 
 
@@ -249,6 +257,12 @@ def _layouts(block: Block) -> dict[str, Any]:
         "num_warps": block.warps,
         "maxnreg": block.registers or None,
     }
+
+
+@functools.cache
+def _sample_options(block: Block, capacity: int) -> dict[str, Any]:
+    spread = _layouts(block)["SPREAD"]
+    return {"SAMPLE": block.keys, "CAPACITY": capacity, "SPREAD": spread, "num_warps": block.warps}
 
 
 def topk_of_blocks(
@@ -343,5 +357,5 @@ def mqa_topk(
         )
         return Values(work, masked=mask is not None)
 
-    with torch.cuda.device_of(q):
+    with on_device(q):
         return topk_of_blocks(fill, q, keys, ks, ke, **attributes)

@@ -10,8 +10,8 @@ sum of one overlaps with the products of another.
 
 Arithmetic: products exact (bf16, f16) with f32 accumulation in the tensor core; fp8 products are accumulated by the
 hardware with about 14 bits, as in every fp8 kernel of this generation. The absolute value of ``scale`` and of a query's
-scale goes into the weights and their sign into q, which is exact; the scale of a key is applied to the sum and must not
-be negative.
+scale goes into the weights and their sign into q, which is exact; the scale of a key is applied to the sum, and a
+negative one makes it NaN.
 """
 
 from __future__ import annotations
@@ -155,6 +155,8 @@ def logits_kernel(
         t = t0 + tl.arange(0, BLOCK_T)
         if HAS_KVSF:
             factor = tl.load(scales + t) if EVEN else tl.load(scales + t, mask=t < high, other=0.0)
+            # Behind the ReLU a negative scale would give a wrong number.
+            factor = tl.where(factor < 0, float("nan"), factor)
             score = score * factor[:, None]
         used = inside[None, :] & (t >= 0)[:, None] if EVEN else (t < high)[:, None] & inside[None, :]
         shown = used

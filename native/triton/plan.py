@@ -100,14 +100,16 @@ def block_for(columns: int) -> Block:
 def long_for(rows: int, columns: int, topk: int) -> Long:
     """The selection from longer rows: ``topk`` of ``columns`` scores in each of ``rows``."""
     sample = Block(4096, 8)
-    # What sample_kernel aims at, and five standard deviations more.
+    # What sample_kernel aims at, its slack, and four standard deviations more.
     expected = topk * sample.keys / columns
     rank = expected + 4 * math.sqrt(expected) + 8
-    survivors = (rank + 5 * math.sqrt(rank)) * columns / sample.keys
+    survivors = (rank + rank / 16 + 4 * math.sqrt(rank)) * columns / sample.keys
     pick = min(power_of_two(math.ceil(survivors), 1024), MAX_BLOCK)
+    few = rows < 256
+    # With few rows all programs of the filter are there at once, and each looks at its keys in one piece.
     return Long(
         sample=sample,
-        filter=Block(2048, 4),
-        segment=8192 if rows < 256 else 16384,
+        filter=Block(4096, 8) if few else Block(2048, 4),
+        segment=4096 if few else 16384,
         pick=Block(pick, min(pick // 512, 16)),
     )

@@ -89,16 +89,17 @@ def _write(key, name, place, chosen, scores, SPREAD: gl.constexpr, SCORES: gl.co
 
 
 @gluon.jit
-def _narrow(key, topk, count, low, high):
+def _narrow(key, topk, slack, count, low, high):
     """(bound, above, ties) of the keys in registers.
 
     Keys above ``bound`` are chosen, and so are the first ``topk - above`` of those equal to it if there are ``ties``,
-    all of them otherwise. ``count`` keys are eligible, all in [low, high).
+    all of them otherwise. ``count`` keys are eligible, all in [low, high). With ``slack``, any bound will do that
+    topk to topk + slack keys reach, if there is one.
     """
     above_low = count
     above_high = count * 0
     step = count * 0
-    while (above_low > topk) & (high - low > 1):
+    while (above_low > topk + slack) & (high - low > 1):
         part = (above_low - topk).to(gl.float32) / (above_low - above_high).to(gl.float32)
         part = gl.where(step % 3 == 2, 0.5, gl.minimum(gl.maximum(part, 0.02), 0.98))
         a = _score(low)
@@ -149,7 +150,7 @@ def _select_block(key, name, chosen, scores, topk, BLOCK: gl.constexpr, SPREAD: 
     if low == 0:
         count = gl.sum((key > 0).to(gl.int32), axis=0)
         low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
-    bound, above, ties = _narrow(key, topk, count, low, high)
+    bound, above, ties = _narrow(key, topk, 0, count, low, high)
     _write(key, name, _places(key, bound, above, ties, topk), chosen, scores, SPREAD, SCORES)
     _pad(chosen, scores, count, topk, SPREAD, SCORES)
 
@@ -235,7 +236,7 @@ def sample_kernel(
         count = gl.sum((key > 0).to(gl.int32), axis=0)
         low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
         if count > rank:
-            bound, _, _ = _narrow(key, rank, count, low, gl.max(key, axis=0) + 1)
+            bound, _, _ = _narrow(key, rank, rank // 16, count, low, gl.max(key, axis=0) + 1)
     gl.store(bounds + row, bound.to(gl.int32, bitcast=True))
 
 
@@ -340,10 +341,13 @@ def pick_kernel(
     j = gl.arange(0, BLOCK, SPREAD)
     name = j * 0
     total = row * 0
-    for part in range(0, segments):
-        count = gl.load(counts + row * segments + part)
-        name = gl.where((j >= total) & (j < total + count), part * segment + j - total, name)
-        total += count
+    for group in range(0, segments, 8):
+        # Loads side by side: one after another they would take longer than all the rest.
+        for n in gl.static_range(8):
+            part = group + n
+            count = gl.load(counts + row * segments + part, mask=part < segments, other=0)
+            name = gl.where((j >= total) & (j < total + count), part * segment + j - total, name)
+            total += count
     # Lists of everything (bound 1) may be shorter than topk.
     if (total <= BLOCK) & ((total >= topk) | (gl.load(bounds + row) == 1)):
         held = j < total

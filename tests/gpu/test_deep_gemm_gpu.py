@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ascend_deep.native import table
 from ascend_deep.native.deep_gemm.provider import DEEP_GEMM
+from ascend_deep.native.logits_rows import pitch
 from ascend_deep.ops import mqa_logits, mqa_topk
 from ascend_deep.ops._op import strict
 
@@ -86,8 +87,42 @@ def test_ranges_of_many_keys(keys: int) -> None:
     for bounds in ({}, {"ke": ke}, {"ks": ks}, {"ks": ks, "ke": ke}):
         with strict():
             got = mqa_logits(**a, **bounds)
-        assert got.is_contiguous()
+        assert got.stride(1) == pitch(keys) and got.stride(2) == 1
         assert torch.equal(got, direct(a, bounds.get("ks"), bounds.get("ke")))
+
+
+@pytest.mark.parametrize("keys", [1, 255, 256, 257, 1000, 1023, 8192])
+def test_rows_are_those_of_the_library(keys: int) -> None:
+    """Nothing is copied: the storage that comes back is the one the library has filled."""
+    a = make(256, 32, 64, keys)
+    assert direct_stride(a) == pitch(keys) == mqa_logits(**a).stride(1)
+
+
+def direct_stride(a: dict[str, Any]) -> int:
+    import deep_gemm
+
+    s, t = a["q"].shape[1], a["kv"].shape[1]
+    start = torch.zeros(s, dtype=torch.int32, device="cuda")
+    out = deep_gemm.fp8_mqa_logits(a["q"][0], (a["kv"][0], a["kv_sf"][0, :, 0]), a["weights"][0], start, start + t)
+    return int(out.stride(0))
+
+
+@pytest.mark.parametrize("which", ["q_sf", "kv_sf"])
+def test_negative_scales_are_not_lost(which: str) -> None:
+    """The library applies scales behind the ReLU: a negative one would be a wrong number, so it is NaN."""
+    a = make(200, 32, 64, 900)
+    a["q_sf"] = torch.rand(1, 200, 32, 1, device="cuda") + 0.5
+    want = mqa_logits(**a)
+    b = {n: t.clone() for n, t in a.items()}
+    b[which][0, 7] *= -1
+    hit = torch.zeros_like(want, dtype=torch.bool)
+    hit[(0, 7) if which == "q_sf" else (0, slice(None), 7)] = True
+    got = mqa_logits(**b)
+    assert got[hit].isnan().all() and torch.equal(got[~hit], want[~hit])
+    _, idx = mqa_topk(**b, topk=900)
+    assert (idx[0, :, -1] == 899).all()  # still an index, ranked below every number
+    _, idx = mqa_topk(**b, topk=899)
+    assert which == "q_sf" or not (idx == 7).any()
 
 
 def test_topk_is_that_of_the_librarys_scores() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ascend_deep.native import table
 from ascend_deep.native.triton.provider import TRITON
-from ascend_deep.ops import _mqa, mqa_logits, mqa_topk
+from ascend_deep.ops import _mqa, _op, mqa_logits, mqa_topk
 from ascend_deep.ops._mqa_samples import logits_samples, topk_samples
 from ascend_deep.ops._op import Sample, strict
 
@@ -74,7 +74,7 @@ def test_samples_of_mqa_logits(sample: Sample) -> None:
         pytest.skip(f"refused: {reason}")
     want = _logits_module._reference(*args, **kwargs)
     got = TRITON.kernels["mqa_logits"](*args, **kwargs)
-    assert got.dtype == want.dtype and got.shape == want.shape and got.is_contiguous()
+    assert got.dtype == want.dtype and got.shape == want.shape and got.stride() == want.stride()
     if not kwargs["clean"]:
         # What is excluded may hold anything.
         want = _logits_module._reference(*args, **{**kwargs, "clean": True})
@@ -278,3 +278,69 @@ def test_many_of_long_rows(topk: int) -> None:
     with strict():
         _, idx = mqa_topk(**a, topk=topk)
         assert torch.equal(idx, selected(mqa_logits(**a), topk)[1])
+
+
+@pytest.mark.parametrize("columns", [0, 70])
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, BF16], ids=str)
+def test_fake_results_have_the_strides_of_real_ones(dtype: torch.dtype, out_dtype: torch.dtype | None, columns: int):
+    """Every provider, the reference too: graphs are compiled before it is known who runs."""
+    a = make(2, 5, 16, 64, 300, dtype)
+    args = (a["q"], a.get("q_sf"), a["kv"], a.get("kv_sf"), a["weights"], None, None, None)
+    kwargs = {"scale": 0.37, "max_seqlen_k": columns, "clean": True, "out_dtype": out_dtype}
+    op = torch.ops.ascend_deep.mqa_logits.default
+    torch.library.opcheck(op, args, kwargs, test_utils="test_faketensor")
+    want = _logits_module._reference(*args, **kwargs).stride()
+    assert op(*args, **kwargs).stride() == TRITON.kernels["mqa_logits"](*args, **kwargs).stride() == want
+    assert (want[1] > 300) == (dtype == FP8 and not columns and out_dtype is None)
+    compiled = torch.compile(lambda *t: mqa_logits(*t[:3], q_sf=t[3], kv_sf=t[4], scale=0.37).clamp(min=0.5) * 2)
+    tensors = (a["q"], a["kv"], a["weights"], a.get("q_sf"), a.get("kv_sf"))
+    want = op(*args, **{**kwargs, "max_seqlen_k": 0, "out_dtype": None}).clamp(min=0.5) * 2
+    assert torch.equal(compiled(*tensors), want)
+
+
+def test_negative_scales() -> None:
+    """Right for queries, whose sign goes into q; NaN for keys."""
+    a = make(2, 9, 16, 64, 300, FP8)
+    a["q_sf"][1, 4] *= -1
+    with strict():
+        near(mqa_logits(**a), exact(a), TOLERANCE[FP8])
+    want = mqa_logits(**a)
+    a["kv_sf"][0, 77] *= -1
+    got = mqa_logits(**a)
+    assert got[0, :, 77].isnan().all()
+    got[0, :, 77] = want[0, :, 77]
+    assert torch.equal(got, want)
+
+
+def test_repeated_calls_take_the_short_way_and_checks_still_hold() -> None:
+    a = make(1, 4, 8, 64, 300)
+    first = mqa_logits(**a)
+    taken = _op._TAKEN["mqa_logits"]
+    assert any(key[0] == BF16 and key[1] == a["q"].shape for key in taken)
+    assert torch.equal(mqa_logits(**a), first)
+    b = {**a, "q": -a["q"]}
+    assert torch.equal(mqa_logits(**b), mqa_logits(**{**a, "kv": -a["kv"]}))
+    lazily = {**a, "q": torch.complex(a["q"].float(), a["q"].float()).conj().imag.to(BF16)}
+    assert torch.equal(mqa_logits(**lazily), mqa_logits(**b))
+    negated = torch.view_as_complex(a["q"].float().unflatten(-1, (-1, 2)).contiguous()).conj().imag
+    assert negated.is_neg()
+    half = {**a, "q": negated, "kv": a["kv"][..., :32].float()}
+    assert torch.equal(mqa_logits(**half), mqa_logits(**{**half, "q": negated.resolve_neg().clone()}))
+    with pytest.raises(ValueError, match="D of kv is 32, but D of q is 64"):
+        mqa_logits(**{**a, "kv": a["kv"][..., :32]})
+    a["weights"].requires_grad_()
+    mqa_logits(**a).sum().backward()
+    assert a["weights"].grad is not None
+
+
+def test_lengths_that_grow() -> None:
+    """Numbers are part of a launch, not of the variant of the kernel that it finds again."""
+    a = make(1, 3, 8, 64, 16500, seed=21)
+    for keys in (255, 256, 257, 258, 272, 16384, 16385, 16386, 16400):
+        b = {**a, "kv": a["kv"][:, :keys]}
+        with strict():
+            values = mqa_logits(**b)
+            _, idx = mqa_topk(**b, topk=100)
+        near(values, exact(b), TOLERANCE[BF16])
+        assert torch.equal(idx, selected(values, 100)[1])
