@@ -12,6 +12,7 @@ from typing import Any
 from ascend_deep.native._provider import Choice, Provider, Refusal
 from ascend_deep.native.cpu.provider import CPU
 from ascend_deep.native.deep_gemm.provider import DEEP_GEMM, DEEP_GEMM_NPU
+from ascend_deep.native.torch_cuda.provider import TORCH_CUDA
 from ascend_deep.native.torch_npu.provider import TORCH_NPU
 from ascend_deep.native.triton.provider import TRITON
 
@@ -19,7 +20,7 @@ __all__ = ["PRIORITY", "choose", "fingerprint"]
 
 PRIORITY: Mapping[str, tuple[Provider, ...]] = {
     "cpu": (CPU,),
-    "cuda": (DEEP_GEMM, TRITON),
+    "cuda": (DEEP_GEMM, TORCH_CUDA, TRITON),
     "npu": (DEEP_GEMM_NPU, TORCH_NPU),
 }
 

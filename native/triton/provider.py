@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native._provider import Provider
+from ascend_deep.native.triton import gemm_provider
 from ascend_deep.native.triton.plan import MAX_DEPTH, MAX_HEADS
 
 __all__ = ["TRITON", "logits_limits", "topk_limits"]
@@ -129,7 +130,7 @@ TRITON = Provider(
     name="native.triton",
     device="cuda",
     unavailable=_unavailable,
-    kernels={"mqa_logits": _mqa_logits, "mqa_topk": _mqa_topk},
-    limits={"mqa_logits": logits_limits, "mqa_topk": topk_limits},
-    version="1",
+    kernels={"mqa_logits": _mqa_logits, "mqa_topk": _mqa_topk, **gemm_provider.kernels()},
+    limits={"mqa_logits": logits_limits, "mqa_topk": topk_limits, **gemm_provider.limits()},
+    version="2",
 )
