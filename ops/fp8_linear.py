@@ -149,7 +149,7 @@ def _autocast(
     return (cast[0], cast[1], weight_sf, cast[2]), kwargs
 
 
-_REASON = "f32 sums of FP8 products in another order, one rounding to the dtype of x, in which half a bf16 ulp is 2^-9"
+_REASON = "f32 sums of FP8 products in another order, one rounding to the dtype of x, a bf16 ulp is up to 2^-7"
 FP8_LINEAR = OpDef(
     name="fp8_linear",
     schema="(Tensor x, Tensor weight, Tensor? weight_sf, Tensor? bias, *, bool ue8m0) -> Tensor",

@@ -181,7 +181,7 @@ def _fake(
 NO_BACKWARD = "its operands are quantised; train with fp8_linear."
 _REASON = (
     "f32 sums of products of few bits in another order, which differ by 1e-6 of the sum of magnitudes, and one "
-    "rounding: half a bf16 ulp is 2^-9, and two sums on both sides of a tie differ by a whole one"
+    "rounding: sums on both sides of a tie differ by a bf16 ulp, up to 2^-7"
 )
 SCALED_TOLERANCE = {dtype: Tolerance(8e-3, 1e-4, _REASON) for dtype in _sf.QUANTISED}
 

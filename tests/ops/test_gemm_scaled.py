@@ -1,0 +1,549 @@
+"""The scaled products against float64 products of naively decoded operands; accuracy; what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import scaled_naive as naive
+import torch
+from torch import Tensor
+
+from ascend_deep import ops
+from ascend_deep.native._provider import Provider
+
+FP8 = torch.float8_e4m3fn
+
+
+def close(found: Tensor, wanted: Tensor, magnitude: Tensor | float) -> None:
+    """Within f32 summation error of float64, relative to the sum of magnitudes, and one rounding to the dtype."""
+    half_ulp = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}[found.dtype]
+    error = (found.double() - wanted).abs()
+    assert bool((error <= wanted.abs() * half_ulp + magnitude * 2.0**-19).all()), float(error.max())
+
+
+def magnitudes(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, kwargs: Any) -> Tensor:
+    left = naive.operand(a, sfa, kwargs["recipe_a"], kwargs["layout"][0] == "t").abs()
+    return left @ naive.operand(b, sfb, kwargs["recipe_b"], kwargs["layout"][1] == "n").abs().t()
+
+
+def wanted_gemm(args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return naive.product(*args, kwargs["recipe_a"], kwargs["recipe_b"], kwargs["layout"])
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("gemm_scaled").samples()])
+def test_gemm_scaled(sample: ops.Sample) -> None:
+    *operands, c = sample.args
+    kwargs = sample.kwargs
+    for run in (ops.op("gemm_scaled").overload, ops.op("gemm_scaled").reference):
+        d = run(*sample.args, **kwargs)
+        wanted = wanted_gemm(tuple(operands), kwargs) * (1.0 if kwargs["alpha"] is None else kwargs["alpha"])
+        if c is not None:
+            wanted = wanted + c.double()
+        assert d.dtype == (kwargs["out_dtype"] or (torch.bfloat16 if c is None else c.dtype)) and d.is_contiguous()
+        close(d, wanted, magnitudes(*operands, kwargs) * 3 + wanted.abs())
+
+
+@pytest.mark.parametrize("alias", [False, True])
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("gemm_scaled_out").samples()])
+def test_gemm_scaled_out(sample: ops.Sample, alias: bool) -> None:
+    d, *operands, c = (a.clone() if isinstance(a, Tensor) else a for a in sample.args)
+    c = d if alias else c
+    alpha = sample.kwargs["alpha"]
+    wanted = wanted_gemm(tuple(operands), sample.kwargs) * (1.0 if alpha is None else alpha)
+    wanted = wanted + (0.0 if c is None else c.double())
+    pointer, strides = d.data_ptr(), d.stride()
+    assert ops.gemm_scaled_out(d, *operands, c, **sample.kwargs) is None
+    assert d.data_ptr() == pointer and d.stride() == strides
+    close(d, wanted, magnitudes(*operands, sample.kwargs) * 3 + wanted.abs())
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("gemm_scaled_acc_").samples()])
+def test_gemm_scaled_acc(sample: ops.Sample) -> None:
+    d, *operands = (a.clone() for a in sample.args)
+    step = wanted_gemm(tuple(operands), sample.kwargs)
+    for _ in range(2):
+        wanted = d.double() + step
+        ops.gemm_scaled_acc_(d, *operands, **sample.kwargs)
+        close(d, wanted, magnitudes(*operands, sample.kwargs) + wanted.abs())
+
+
+def einsum_operand(x: Tensor, sf: Tensor, gran: tuple[int, int], order: tuple[int, int, int]) -> Tensor:
+    """float64 of the shape of ``x``, whose dims (batch, MN, K) are ``order``."""
+    matrices = naive.numbers(x).permute(order)
+    scales = sf if sf.dtype != torch.float32 else sf.permute(order)
+    scaled = [m * naive.scale_of(s, *m.shape, gran) for m, s in zip(matrices, scales, strict=True)]
+    back = tuple(order.index(d) for d in range(3))
+    return (torch.stack(scaled) if scaled else matrices).permute(back)
+
+
+ORDERS = {
+    "bhr,hdr->bhd": ((1, 0, 2), (0, 1, 2)),
+    "bhd,hdr->bhr": ((1, 0, 2), (0, 2, 1)),
+    "bhd,bhr->hdr": ((1, 2, 0), (1, 2, 0)),
+    "bmk,bnk->mn": ((0, 1, 2), (0, 1, 2)),
+}
+
+
+def wanted_einsum(sample: ops.Sample) -> tuple[Tensor, Tensor]:
+    a, sfa, b, sfb, *_ = sample.args
+    k = sample.kwargs
+    left = einsum_operand(a, sfa, k["recipe_a"], ORDERS[k["eq"]][0])
+    right = einsum_operand(b, sfb, k["recipe_b"], ORDERS[k["eq"]][1])
+    return torch.einsum(k["eq"], left, right), torch.einsum(k["eq"], left.abs(), right.abs())
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("einsum_scaled").samples()])
+def test_einsum_scaled(sample: ops.Sample) -> None:
+    c = sample.args[4]
+    wanted, magnitude = wanted_einsum(sample)
+    wanted = wanted if c is None else wanted + c.double()
+    d = ops.einsum_scaled(sample.kwargs["eq"], *sample.args, **{k: v for k, v in sample.kwargs.items() if k != "eq"})
+    assert d.is_contiguous()
+    close(d, wanted, magnitude + wanted.abs())
+
+
+def check_quantised(data: Tensor, sf: Tensor, wanted: Tensor, clamp: float | None) -> None:
+    """Quantised rows of a float64 matrix: a power of two per 32 columns that just fits, numbers within half an ulp."""
+    wanted = wanted if clamp is None else wanted.clamp(-clamp, clamp)
+    rows, columns = wanted.shape
+    scales = naive.scale_of(sf, rows, columns, (1, 32))
+    found = naive.numbers(data) * scales
+    error = (found - wanted).abs()
+    assert bool((error <= wanted.abs() * 2.0**-4 * 1.0001 + scales * 2.0**-10 * 1.0001).all())
+    for i in range(rows):
+        for left in range(0, columns, 32):
+            s = float(scales[i, left])
+            amax = max(float(wanted[i, left : left + 32].abs().max()), 1e-4)
+            assert math.log2(s).is_integer() and s * 448 >= amax * 0.9999 and s / 2 * 448 < amax * 1.0001
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("gemm_scaled_fp8out").samples()])
+def test_gemm_scaled_fp8out(sample: ops.Sample) -> None:
+    data, sf = ops.gemm_scaled_fp8out(*sample.args, **sample.kwargs)
+    wanted = wanted_gemm(sample.args, sample.kwargs)
+    assert data.dtype == FP8 and data.shape == wanted.shape
+    check_quantised(data, sf, wanted, sample.kwargs["clamp"])
+    assert sample.kwargs["clamp"] is None or (wanted.abs() > sample.kwargs["clamp"]).any()
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("einsum_scaled_fp8out").samples()])
+def test_einsum_scaled_fp8out(sample: ops.Sample) -> None:
+    kwargs = dict(sample.kwargs)
+    data, sf = ops.einsum_scaled_fp8out(kwargs.pop("eq"), *sample.args, **kwargs)
+    wanted, _ = wanted_einsum(sample)
+    assert data.shape == wanted.shape
+    check_quantised(data.flatten(1), sf, wanted.flatten(1), kwargs["clamp"])
+
+
+@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("swiglu_quant").samples()])
+def test_swiglu_quant_is_the_unrounded_activation_quantised(sample: ops.Sample) -> None:
+    h, weight = sample.args
+    k = dict(sample.kwargs)
+    quant = {name: k.pop(name) for name in ("ue8m0", "sf_format")}
+    gran = (1, k.pop("gran_k"))
+    data, sf = ops.swiglu_quant(h, weight, **k, gran_k=gran[1], **quant)
+    activation = ops.swiglu(h.float(), None if weight is None else weight.float(), **k)
+    wanted, scales = ops.quant_fp8(activation, gran=gran, **quant)
+    assert data.view(torch.uint8).equal(wanted.view(torch.uint8)) and sf.equal(scales)
+    assert data.shape == (*h.shape[:-1], h.shape[-1] // 2)
+    if h.dtype == torch.bfloat16 and h.numel():
+        rounded, _ = ops.quant_fp8(ops.swiglu(h, weight, **k), gran=gran, **quant)
+        assert not rounded.view(torch.uint8).equal(data.view(torch.uint8))
+
+
+# The thresholds of the library's own tests, against operands that were never quantised.
+RECIPES = {
+    "fp8-1x128-128x128": ("fp8", "fp8", (1, 128), (128, 128), False, 1e-3),
+    "fp8-1x128-128x128-ue8m0": ("fp8", "fp8", (1, 128), (128, 128), True, 1e-3),
+    "fp8-1x128-1x128": ("fp8", "fp8", (1, 128), (1, 128), False, 1e-3),
+    "fp8-mx": ("fp8", "fp8", (1, 32), (1, 32), True, 1e-3),
+    "fp8xfp4": ("fp8", "fp4", (1, 32), (1, 32), True, 1e-2),
+    "fp8-128xfp4": ("fp8", "fp4", (1, 128), (1, 32), True, 1e-2),
+    "fp4xfp8": ("fp4", "fp8", (1, 32), (1, 32), True, 1e-2),
+    "fp4xfp4": ("fp4", "fp4", (1, 32), (1, 32), True, 2e-2),
+}
+
+
+def quantised(x: Tensor, fmt: str, gran: tuple[int, int], ue8m0: bool) -> tuple[Tensor, Tensor]:
+    return ops.quant_fp8(x, gran=gran, ue8m0=ue8m0) if fmt == "fp8" else ops.quant_fp4(x, gran_k=gran[1])
+
+
+# Pairs of FP4 lie along the last dimension, so what is quantised along K is stored with K last.
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        (recipe, layout)
+        for recipe, (a, b, *_) in RECIPES.items()
+        for layout in ("nt", "nn", "tn", "tt")
+        if (a == "fp8" or layout[0] == "n") and (b == "fp8" or layout[1] == "t")
+    ],
+)
+def test_accuracy_is_that_of_the_librarys_own_tests(recipe: str, layout: str) -> None:
+    fmt_a, fmt_b, recipe_a, recipe_b, ue8m0, bound = RECIPES[recipe]
+    a, b = torch.randn(96, 384), torch.randn(160, 384)
+    (qa, sfa), (qb, sfb) = quantised(a, fmt_a, recipe_a, ue8m0), quantised(b, fmt_b, recipe_b, ue8m0)
+    qa, qb = qa.t() if layout[0] == "t" else qa, qb.t() if layout[1] == "n" else qb
+    d = ops.gemm_scaled(qa, sfa, qb, sfb, recipe_a=recipe_a, recipe_b=recipe_b, layout=layout)
+    exact = a.double() @ b.double().t()
+    assert 0 < naive.calc_diff(d, exact) < bound
+    if layout == "nt":
+        data, sf = ops.gemm_scaled_fp8out(qa, sfa, qb, sfb, recipe_a=recipe_a, recipe_b=recipe_b, sf_format="fp32")
+        assert naive.calc_diff(ops.dequant(data, sf, gran=(1, 32)), exact) < bound + 1e-3
+
+
+@pytest.mark.parametrize("eq", list(ORDERS))
+def test_accuracy_of_einsum_scaled(eq: str) -> None:
+    size = {"b": 128, "h": 3, "r": 128, "d": 96, "m": 40, "n": 56, "k": 128}
+    left, right = eq.split("->")[0].split(",")
+    operands, raw = [], []
+    for letters, order in zip((left, right), ORDERS[eq], strict=True):
+        x = torch.randn(*(size[letter] for letter in letters))
+        data, sf = ops.quant_fp8(x.permute(order), gran=(1, 32), ue8m0=True)
+        back = tuple(order.index(d) for d in range(3))
+        operands += [data.permute(back), sf.permute(back)]
+        raw.append(x.double())
+    d = ops.einsum_scaled(eq, *operands, recipe_a=(1, 32), recipe_b=(1, 32))
+    assert 0 < naive.calc_diff(d, torch.einsum(eq, *raw)) < 1e-3
+
+
+def test_packed_and_logical_scales_give_the_same_bits() -> None:
+    a, b = torch.randn(9, 200), torch.randn(13, 200)
+    (qa, sfa), (qb, sfb) = ops.quant_fp8(a, gran=(1, 32), ue8m0=True), ops.quant_fp4(b)
+    recipes: dict[str, Any] = {"recipe_a": (1, 32), "recipe_b": (1, 32)}
+    wanted = ops.gemm_scaled(qa, sfa, qb, sfb, **recipes)
+    for target in ("sm100", "ascend"):
+        words = [ops.pack_sf(sf, mn=mn, k=200, gran=(1, 32), target=target) for sf, mn in ((sfa, 9), (sfb, 13))]
+        assert ops.gemm_scaled(qa, words[0], qb, words[1], **recipes).equal(wanted)
+        assert ops.gemm_scaled(qa, words[0].contiguous(), qb, sfb, **recipes).equal(wanted)
+
+
+def test_the_scale_of_a_group_reaches_exactly_its_group() -> None:
+    """K is no multiple of the group, M and N of nothing: one scale changed, one block of D changes."""
+    qa, sfa = ops.quant_fp8(torch.randn(5, 70), gran=(2, 32))
+    qb, sfb = ops.quant_fp8(torch.randn(7, 70), gran=(3, 32))
+    recipes: dict[str, Any] = {"recipe_a": (2, 32), "recipe_b": (3, 32), "out_dtype": torch.float32}
+    before = ops.gemm_scaled(qa, sfa, qb, sfb, **recipes)
+    changed = sfa.clone()
+    changed[2, 2] *= 3.0
+    difference = ops.gemm_scaled(qa, changed, qb, sfb, **recipes) - before
+    assert (difference[:4] == 0).all() and (difference[4] != 0).all()
+    tail = naive.operand(qa, sfa, (2, 32))[4, 64:] @ naive.operand(qb, sfb, (3, 32))[:, 64:].t()
+    torch.testing.assert_close(difference[4].double(), 2 * tail, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_in_data_or_scales_reaches_its_rows_and_no_other() -> None:
+    qa, sfa = ops.quant_fp8(torch.randn(4, 64), gran=(1, 32))
+    qb, sfb = ops.quant_fp8(torch.randn(3, 64), gran=(1, 32))
+    qa.view(torch.uint8)[1, 40] = 0x7F
+    sfa[3, 0] = math.nan
+    d = ops.gemm_scaled(qa, sfa, qb, sfb, recipe_a=(1, 32), recipe_b=(1, 32))
+    assert d[[1, 3]].isnan().all() and d[[0, 2]].isfinite().all()
+
+
+def good() -> dict[str, Any]:
+    """Arguments of one valid call of gemm_scaled: M 6, N 10, K 70."""
+    qa, sfa = ops.quant_fp8(torch.randn(6, 70), gran=(1, 32), ue8m0=True)
+    qb, sfb = ops.quant_fp8(torch.randn(10, 70), gran=(1, 32), ue8m0=True)
+    return {"a": qa, "sfa": sfa, "b": qb, "sfb": sfb, "c": None, "recipe_a": (1, 32), "recipe_b": (1, 32)}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dtype-a": (
+        {"a": torch.randn(6, 70)},
+        TypeError,
+        r"gemm_scaled: a has dtype float32; accepted: float8_e4m3fn, int8",
+    ),
+    "dtype-e5m2": ({"b": torch.randn(10, 70).to(torch.float8_e5m2)}, TypeError, r"b has dtype float8_e5m2; accepted"),
+    "dtype-sfa": (
+        {"sfa": torch.ones(6, 3).half()},
+        TypeError,
+        r"sfa has dtype float16; accepted: float32, int32, int16",
+    ),
+    "dtype-c": ({"c": torch.zeros(6, 10).half()}, TypeError, r"c has dtype float16; accepted: bfloat16, float32"),
+    "c-and-out": (
+        {"c": torch.zeros(6, 10), "out_dtype": torch.bfloat16},
+        TypeError,
+        r"c has dtype float32; accepted: bfloat16\.",
+    ),
+    "out_dtype": ({"out_dtype": torch.float16}, TypeError, r"out_dtype is float16; accepted: bfloat16, float32"),
+    "rank-a": ({"a": torch.zeros(1, 6, 70).to(FP8)}, ValueError, r"a has 3 dimensions; it must be \[M, K\]\."),
+    "rank-sfb": ({"sfb": torch.ones(30)}, ValueError, r"sfb has 1 dimensions; it must be \[ceil\(MN / gran_mn\), "),
+    "layout": ({"layout": "nm"}, ValueError, r"layout is 'nm'; it must be one of 'nt', 'nn', 'tn', 'tt'"),
+    "layout-K": ({"layout": "nn"}, ValueError, r"K of b in layout 'nn' is 10, but K of a is 70"),
+    "K": ({"b": torch.zeros(10, 69).to(FP8)}, ValueError, r"K of b in layout 'nt' is 69, but K of a is 70"),
+    "sfa-floor": ({"sfa": torch.ones(6, 2)}, ValueError, r"size 1 of sfa is 2, but recipe_a = \(1, 32\) wants .* is 3"),
+    "sfa-repeated": ({"sfa": torch.ones(6, 12)}, ValueError, r"size 1 of sfa is 12, but recipe_a"),
+    "sfa-rows": ({"sfa": torch.ones(1, 3)}, ValueError, r"size 0 of sfa is 1, but recipe_a = \(1, 32\) wants .* is 6"),
+    "sfa-per-token": ({"sfa": torch.ones(6, 1)}, ValueError, r"size 1 of sfa is 1, but recipe_a"),
+    "sfb-transposed": ({"sfb": torch.ones(3, 10)}, ValueError, r"size 0 of sfb is 3, but recipe_b = .* is 10"),
+    "recipe-zero": (
+        {"recipe_a": (1, 0)},
+        ValueError,
+        r"recipe_a is \[1, 0\]; it must be two block sizes of at least 1",
+    ),
+    "packed-blocks": (
+        {"sfb": torch.ones(1, 1, dtype=torch.int32), "recipe_b": (128, 32)},
+        ValueError,
+        r"sfb has packed scales, int32, one per row, but recipe_b says 128 rows per scale; it must be 1, or sfb float",
+    ),
+    "packed-words": ({"sfa": torch.ones(6, 3, dtype=torch.int32)}, ValueError, r"size 1 of sfa is 3, .* is 1\."),
+    "c-shape": ({"c": torch.zeros(6, 9)}, ValueError, r"size 1 of c is 9, but that of the result is 10"),
+    "device": ({"sfa": torch.ones(6, 3, device="meta")}, TypeError, r"a is on cpu, but sfa is on meta"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_does_not_fit_is_refused_with_a_sentence(case: str) -> None:
+    change, error, message = REFUSED[case]
+    arguments = {**good(), **change}
+    positional = [arguments.pop(name) for name in ("a", "sfa", "b", "sfb", "c")]
+    with pytest.raises(error, match=message) as raised:
+        ops.gemm_scaled(*positional, **arguments)
+    assert str(raised.value).count("\n") == 0 and str(raised.value).endswith(".")
+
+
+X = torch.randn(4, 64)
+Q, SF = ops.quant_fp8(X, gran=(1, 32), ue8m0=True)
+OTHERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "quant-dtype": (
+        lambda: ops.quant_fp8(Q, gran=(1, 32)),
+        TypeError,
+        r"quant_fp8: x has dtype float8_e4m3fn; accepted",
+    ),
+    "quant-rank": (
+        lambda: ops.quant_fp8(X[0], gran=(1, 32)),
+        ValueError,
+        r"x has 1 dimensions; it must be \[\.\.\., M, K\]",
+    ),
+    "quant-gran": (
+        lambda: ops.quant_fp8(X, gran=(0, 32)),
+        ValueError,
+        r"gran is \[0, 32\]; it must be two block sizes",
+    ),
+    "quant-format": (
+        lambda: ops.quant_fp8(X, gran=(1, 32), sf_format="e8"),
+        ValueError,
+        r"sf_format is 'e8'; it must be",
+    ),
+    "quant-packed": (
+        lambda: ops.quant_fp8(X, gran=(1, 32), sf_format="ue8m0x4"),
+        ValueError,
+        r"holds powers of two only, but ue8m0 is False",
+    ),
+    "quant-rows": (
+        lambda: ops.quant_fp8(X, gran=(128, 128), ue8m0=True, sf_format="ue8m0x2"),
+        ValueError,
+        r"one scale per row, but a scale covers 128 rows",
+    ),
+    "fp4-odd": (lambda: ops.quant_fp4(X[:, :63]), ValueError, r"quant_fp4: the last size of x is 63; it must be even"),
+    "fp4-gran": (lambda: ops.quant_fp4(X, gran_k=0), ValueError, r"gran_k is 0; it must be at least 1"),
+    "dequant-format": (
+        lambda: ops.dequant(Q, SF, gran=(1, 32), sf_format="ue8m0x4"),
+        TypeError,
+        r"dequant: sf has dtype float32; accepted: int32",
+    ),
+    "dequant-sf": (
+        lambda: ops.dequant(Q, SF, gran=(1, 64)),
+        ValueError,
+        r"size 1 of sf is 2, but gran = \(1, 64\) wants",
+    ),
+    "dequant-out": (
+        lambda: ops.dequant(Q, SF, gran=(1, 32), out_dtype=torch.int8),
+        TypeError,
+        r"out_dtype is int8; accepted: float32",
+    ),
+    "pack-target": (
+        lambda: ops.pack_sf(SF, mn=4, k=64, gran=(1, 32), target="sm80"),
+        ValueError,
+        r"target is 'sm80'; it must be one of 'sm90', 'sm100', 'ascend'",
+    ),
+    "pack-gran": (
+        lambda: ops.pack_sf(SF, mn=4, k=64, gran=(1, 32), target="sm90"),
+        ValueError,
+        r"gran has 32 elements of K per scale; target 'sm90' takes 128",
+    ),
+    "pack-gran-64": (
+        lambda: ops.pack_sf(SF, mn=4, k=128, gran=(1, 64), target="sm100"),
+        ValueError,
+        r"target 'sm100' takes 32 or 128",
+    ),
+    "pack-gran-48": (
+        lambda: ops.pack_sf(SF, mn=4, k=96, gran=(1, 48), target="ascend"),
+        ValueError,
+        r"target 'ascend' takes multiples of 32",
+    ),
+    "pack-size": (
+        lambda: ops.pack_sf(SF, mn=5, k=64, gran=(1, 32), target="sm100"),
+        ValueError,
+        r"size 0 of sf is 4, but gran = \(1, 32\) wants .* is 5",
+    ),
+    "pack-layout": (
+        lambda: ops.pack_sf(SF, mn=4, k=64, gran=(1, 32), target="sm100", grouping="psum"),
+        ValueError,
+        r"grouping is 'psum', but grouped_layout is missing",
+    ),
+    "pack-alignment": (
+        lambda: ops.pack_sf(
+            SF,
+            mn=4,
+            k=64,
+            gran=(1, 32),
+            target="sm100",
+            grouped_layout=torch.tensor([48], dtype=torch.int32),
+            grouping="k_psum",
+            alignment=48,
+        ),
+        ValueError,
+        r"alignment is 48; blocks along K must start at multiples of gran_k = 32",
+    ),
+    "unpack": (
+        lambda: ops.unpack_sf(SF, k=64, gran_k=32),
+        TypeError,
+        r"unpack_sf: sf has dtype float32; accepted: int32",
+    ),
+    "unpack-k": (
+        lambda: ops.unpack_sf(torch.ones(4, 2, dtype=torch.int16), k=64, gran_k=32),
+        ValueError,
+        r"the last size of sf is 2, but the number of words of 2 groups is 1",
+    ),
+    "swiglu-odd": (
+        lambda: ops.swiglu_quant(X[:, :63]),
+        ValueError,
+        r"swiglu_quant: the last size of h is 63; it must be",
+    ),
+    "swiglu-alpha": (lambda: ops.swiglu_quant(X, alpha=2.0), ValueError, r"alpha"),
+    "einsum-eq": (
+        lambda: ops.einsum_scaled("ij,jk->ik", Q, SF, Q, SF, recipe_a=(1, 32), recipe_b=(1, 32)),
+        ValueError,
+        r"eq is 'ij,jk->ik'; it must be one of 'bhr,hdr->bhd'",
+    ),
+    "einsum-fp8out-eq": (
+        lambda: ops.einsum_scaled_fp8out("bmk,bnk->mn", Q, SF, Q, SF, recipe_a=(1, 32), recipe_b=(1, 32)),
+        ValueError,
+        r"eq is 'bmk,bnk->mn'; it must be one of 'bhr,hdr->bhd'",
+    ),
+    "einsum-fp8out-d": (
+        lambda: ops.einsum_scaled_fp8out(
+            "bhr,hdr->bhd",
+            Q[None],
+            SF[None],
+            Q[:, None].expand(4, 5, 64),
+            SF[:, None].expand(4, 5, 2),
+            recipe_a=(1, 32),
+            recipe_b=(1, 32),
+        ),
+        ValueError,
+        r"d of b is 5; it must be a multiple of 32",
+    ),
+    "fp8out-clamp": (
+        lambda: ops.gemm_scaled_fp8out(Q, SF, Q, SF, recipe_a=(1, 32), recipe_b=(1, 32), clamp=-1.0),
+        ValueError,
+        r"clamp is -1.0; it must be positive",
+    ),
+    "out-d": (
+        lambda: ops.gemm_scaled_out(torch.zeros(4, 5), Q, SF, Q, SF, recipe_a=(1, 32), recipe_b=(1, 32)),
+        ValueError,
+        r"gemm_scaled_out: size 1 of d is 5, but that of the result is 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERS))
+def test_other_ops_refuse_with_a_sentence(case: str) -> None:
+    call, error, message = OTHERS[case]
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert str(raised.value).count("\n") == 0 and str(raised.value).endswith(".")
+
+
+GRADS: dict[str, Any] = {
+    "quant_fp8": lambda x: ops.quant_fp8(x, gran=(1, 32))[1],
+    "quant_fp4": lambda x: ops.quant_fp4(x)[1],
+    "dequant": lambda x: ops.dequant(Q, x[:, :2], gran=(1, 32)),
+    "swiglu_quant": lambda x: ops.swiglu_quant(x)[1],
+    "gemm_scaled": lambda x: ops.gemm_scaled(Q, SF, Q, SF, x[:, :4], recipe_a=(1, 32), recipe_b=(1, 32)),
+    "pack_sf": lambda x: ops.pack_sf(x[:, :1], mn=4, k=128, gran=(1, 128), target="sm90"),
+}
+
+
+@pytest.mark.parametrize("name", list(GRADS))
+def test_ops_without_a_gradient_say_so_and_return_no_zeros(name: str) -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    out = GRADS[name](x)
+    with pytest.raises(
+        RuntimeError, match=f"ascend_deep::{name} has no backward: .*fp8_linear|quant_fp4 has no backward"
+    ):
+        out.sum().backward()
+    assert not GRADS[name](x.detach()).requires_grad
+
+
+def test_a_provider_gets_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascend_deep.native import table
+
+    seen: list[Any] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((args, kwargs))
+        return ops.reference("gemm_scaled")(*args, **kwargs)
+
+    provider = Provider(name="spy", device="cpu", unavailable=lambda: None, kernels={"gemm_scaled": kernel})
+    monkeypatch.setattr(table, "PRIORITY", {"cpu": (provider,)})
+    c = torch.randn(4, 4)
+    ops.gemm_scaled(Q, SF, Q, SF, c, recipe_a=(1, 32), recipe_b=(1, 32), alpha=0.3)
+    ((args, kwargs),) = seen
+    assert args[4] is c and kwargs == {
+        "recipe_a": [1, 32],
+        "recipe_b": [1, 32],
+        "layout": "nt",
+        "out_dtype": None,
+        "alpha": 0.3,
+    }
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "ue8m0x4", "ue8m0x2"])
+def test_one_graph_serves_all_token_counts(fmt: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    w8, sfw = ops.quant_fp8(torch.randn(40, 96), gran=(128, 128), ue8m0=True)
+
+    def layer(x: Tensor) -> Tensor:
+        x8, sf = ops.quant_fp8(x, gran=(1, 32), ue8m0=True, sf_format=fmt)
+        h8, h_sf = ops.gemm_scaled_fp8out(x8, sf, w8, sfw, recipe_a=(1, 32), recipe_b=(128, 128), sf_format=fmt)
+        y = ops.dequant(h8, h_sf, gran=(1, 32), sf_format=fmt)
+        a8, a_sf = ops.swiglu_quant(y, limit=1.25, sf_format=fmt)
+        return ops.dequant(a8, a_sf, gran=(1, 32), sf_format=fmt)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for tokens in (2, 3, 7, 64, 33):
+        x = torch.randn(tokens, 96)
+        assert compiled(x).equal(layer(x))
+    assert counter.frame_count <= 2
+    for tokens in (0, 1):
+        x = torch.randn(tokens, 96)
+        assert compiled(x).equal(layer(x))
+
+
+def test_writing_into_a_result_survives_compilation() -> None:
+    def f(d: Tensor, a: Tensor, sf: Tensor) -> Tensor:
+        ops.gemm_scaled_out(d, a, sf, a, sf, d, recipe_a=(1, 32), recipe_b=(1, 32), alpha=0.7)
+        ops.gemm_scaled_acc_(d, a, sf, a, sf, recipe_a=(1, 32), recipe_b=(1, 32), layout="nt")
+        return d * 2
+
+    d = torch.randn(4, 4)
+    eager, compiled = d.clone(), d.clone()
+    wanted = f(eager, Q, SF)
+    found = torch.compile(f, backend="aot_eager", fullgraph=True)(compiled, Q, SF)
+    assert found.equal(wanted) and compiled.equal(eager) and not compiled.equal(d)
+
+
+def test_inductor_keeps_the_strides_of_packed_scales() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        data, sf = ops.quant_fp8(x, gran=(1, 32), ue8m0=True, sf_format="ue8m0x4")
+        return ops.gemm_scaled(data, sf, data, sf, recipe_a=(1, 32), recipe_b=(1, 32)), sf
+
+    x = torch.randn(5, 300)
+    (d, sf), (wanted, wanted_sf) = torch.compile(f, backend="inductor", fullgraph=True)(x), f(x)
+    assert sf.stride() == wanted_sf.stride() == (1, 8) and sf.equal(wanted_sf) and d.equal(wanted)
