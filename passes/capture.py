@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ascend_deep.lowering import _torch_compat
+from ascend_deep.passes import vmap
 from ascend_deep.passes.autocast import AutocastUnclear, make_explicit, switched_off
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
@@ -41,9 +42,11 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
         NotCaptured: there is no tensor input, or the graph holds something that cannot be functionalised before
             autograd (a checkpointed region, an op without a fake). ``gm`` is unchanged then.
     """
-    if any(_transforms(n.target) for n in gm.graph.nodes if n.op == "call_function"):
-        # Their first half enters a transform and their last half leaves it; running part of the graph would not.
-        raise NotCaptured("the graph runs a torch.func transform (grad, vmap, jvp); it is handed over as it is.")
+    try:
+        if vmap.has_transforms(gm):
+            gm = vmap.written_out(gm)
+    except vmap.NotFlat as reason:
+        raise NotCaptured(str(reason)) from reason
     try:
         gm = make_explicit(gm)
     except AutocastUnclear as reason:
@@ -109,12 +112,6 @@ def higher_order_bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule, f
 
 
 # -- details --------------------------------------------------------------------------------------------------------
-def _transforms(target: Any) -> bool:
-    """Whether a call of Dynamo's graph enters, leaves or handles the tensors of a torch.func transform."""
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith("torch._functorch") or module == "torch._C._functorch"
-
-
 def _fake_value(node: fx.Node) -> Any:
     value = node.meta.get("example_value", node.meta.get("val"))
     if value is None:

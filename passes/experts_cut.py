@@ -425,7 +425,8 @@ def _settle(view: GraphView, end: fx.Node, flat: tuple[Any, Any], x: Term) -> li
     good = (tuple(size(s) for s in flat), x.shape)
     while table.term(end).shape not in good:
         only = list(end.users)
-        if len(only) != 1 or table.term(only[0]).op != "Reshape":
+        moved_only = len(only) == 1 and (table.term(only[0]).op == "Reshape" or table.term(only[0]) is table.term(end))
+        if not moved_only:
             shape = list(table.term(end).shape)
             return Refusal(f"the sum over experts has the shape {shape}, not tokens × hidden.", end)
         end = only[0]

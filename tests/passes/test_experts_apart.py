@@ -128,9 +128,10 @@ def refused(block, *words):
     torch.testing.assert_close(got, block(*args))
 
 
-@pytest.mark.parametrize("stored", ["enk", "ekn"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "bias", "stored"),
+    [(form, i % 2 == 0, ("enk", "ekn")[i // 2 % 2]) for i, form in enumerate((*FORMS, "grouped"))],
+)
 def test_every_form(form, bias, stored):
     dynamic = (bias and "dense" not in form) or None
     run = fused(Apart(form, bias, stored, act=F.gelu if bias else F.silu), dynamic=dynamic)
