@@ -35,6 +35,9 @@ _GENERIC = (
     "bind_experts.cpp",
     "bind_rowwise.cpp",
     "dispatch.cpp",
+    "gemm_bind.cpp",
+    "gemm_bind_quant.cpp",
+    "gemm_call.cpp",
     "mqa_bind.cpp",
     "mqa_bind_attention.cpp",
     "mqa_bind_topk.cpp",
@@ -43,6 +46,8 @@ _GENERIC = (
     "plan.cpp",
 )
 _X86 = {
+    "gemm_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "gemm_avx512.cpp": [*_AVX512, "-mf16c"],
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
     "mqa_avx2.cpp": ["-mavx2", "-mfma"],
@@ -94,7 +99,7 @@ def build(target_dir: str | os.PathLike[str], verbose: bool = False) -> Path:
     """
     compiler, home = _compiler(), _torch_home()
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    sources = {"isa_portable.cpp": _KERNEL, "mqa_portable.cpp": _KERNEL}
+    sources = {f"{family}_portable.cpp": _KERNEL for family in ("gemm", "isa", "mqa")}
     sources.update({name: [] for name in _GENERIC})
     if x86:
         sources.update({name: [*_KERNEL, *flags] for name, flags in _X86.items()})

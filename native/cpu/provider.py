@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.cpu import mqa_provider
+from ascend_deep.native.cpu import gemm_provider, mqa_provider
 from ascend_deep.native.cpu.build import LIBRARY
 
 __all__ = ["CPU", "isa"]
 
 _PATH = Path(__file__).resolve().parent / LIBRARY
 _BUILD = "python -m ascend_deep.native.cpu.build"
-_ACTS = frozenset({"silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai", "silu_clamp"})
+_ACTS = gemm_provider.ACTS
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -69,6 +69,7 @@ _SAME: Mapping[str, Callable[..., Any]] = {
     "moe_experts": _fake_experts,
     "moe_route": _fake_route,
     "swiglu": _fake_swiglu,
+    **gemm_provider.SAME,
 }
 
 
@@ -144,13 +145,14 @@ CPU = Provider(
     name="native.cpu",
     device="cpu",
     unavailable=_unavailable,
-    kernels={**{name: _kernel(name) for name in _SAME}, **mqa_provider.KERNELS},
+    kernels={**{name: _kernel(name) for name in _SAME}, **mqa_provider.KERNELS, **gemm_provider.KERNELS},
     direct={name: functools.partial(_overload, name) for name in _SAME},
     limits={
         "moe_experts": _experts_limits,
         "moe_route": _route_limits,
         "swiglu": _swiglu_limits,
         **mqa_provider.LIMITS,
+        **gemm_provider.LIMITS,
     },
     version="1",
 )

@@ -1,0 +1,179 @@
+// Products of a few tokens with rows of codes, which are multiplied as they are decoded: the decode step of a model.
+//
+// kCodedRows rows at a time run over the whole of K. The scale of a block is applied to the sum over a step of it.
+#pragma once
+
+#include "gemm_codes.h"
+
+namespace {
+
+using ascend_deep_cpu::Product;
+
+constexpr int64_t kCodedRows = 4;
+
+// Scales of one row as float32 in `space`, unless they lie there already: one for each group.
+inline const float* scale_row(const Operand& x, int64_t r, int64_t groups, float* space) {
+  using namespace ascend_deep_cpu;
+  const int64_t row = r / x.gran_row;
+  if (x.sf == kSfF32 && (x.sf_col == 1 || groups == 1)) {
+    return reinterpret_cast<const float*>(x.sf_base) + row * x.sf_row + x.sf_shift / x.gran_k;
+  }
+  const int64_t shift = x.sf_shift / x.gran_k;
+  int64_t g = 0;
+  if (x.sf == kSfUe8m0x4 && shift == 0) {
+    typedef uint8_t Four __attribute__((vector_size(4)));
+    typedef uint32_t Words __attribute__((vector_size(16)));
+    typedef uint32_t WordsU __attribute__((vector_size(16), aligned(4), may_alias));
+    const char* p = x.sf_base + 4 * row * x.sf_row;
+    for (; g + 4 <= groups; g += 4, p += 4 * x.sf_col) {
+      Four four;
+      std::memcpy(&four, p, 4);
+      const Words c = __builtin_convertvector(four, Words);
+      Words bits = c << 23;
+      bits = c == 0u ? Words{} + 0x00400000u : bits;
+      bits = c == 255u ? Words{} + 0x7fc00000u : bits;
+      *reinterpret_cast<WordsU*>(space + g) = bits;
+    }
+  }
+  for (; g < groups; ++g) space[g] = scale_at(x, r, g + shift);
+  return space;
+}
+
+// Which scales belong to a step: one, one for each half of the E4M3 vectors, or one for each part of the lanes.
+enum Spread32 { kWhole, kHalves, kParts };
+
+template <typename F>
+constexpr Spread32 spread_of_32() {
+  if (F::kStep <= 32) return kWhole;
+  return F::kVectors == 4 ? kHalves : kParts;
+}
+
+// The scales of the groups of 32 elements of an E2M1 step, each for as many lanes as it has words.
+AD_INLINE Vec part_scales(const float* s) {
+#if ASCEND_DEEP_LANES == 16
+  const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s));
+  return reinterpret_cast<Vec>(
+      _mm512_permutevar_ps(four, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
+#elif ASCEND_DEEP_LANES == 8
+  return Vec{s[0], s[0], s[0], s[0], s[1], s[1], s[1], s[1]};
+#else
+  return splat(s[0]);
+#endif
+}
+
+// One step of one row onto acc[m], for MB tokens.
+template <typename F, int MB, Spread32 kSpread>
+AD_INLINE void code_step(BVec codes, const float* s, const float* x, int64_t pitch, Vec* acc, int64_t stride) {
+  Vec w[F::kVectors];
+  F::decode(codes, w);
+#pragma GCC unroll 4
+  for (int m = 0; m < MB; ++m) {
+    const float* xm = x + m * pitch;
+    if constexpr (kSpread == kHalves) {
+      const Vec lower = w[0] * load(xm) + w[2] * load(xm + 2 * kLanes);
+      const Vec upper = w[1] * load(xm + kLanes) + w[3] * load(xm + 3 * kLanes);
+      acc[m * stride] += lower * s[0];
+      acc[m * stride] += upper * s[1];
+    } else {
+      Vec sum = w[0] * load(xm);
+#pragma GCC unroll 8
+      for (int i = 1; i < F::kVectors; ++i) sum += w[i] * load(xm + i * kLanes);
+      if constexpr (kSpread == kParts) acc[m * stride] += sum * part_scales(s);
+      else acc[m * stride] += sum * s[0];
+    }
+  }
+}
+
+// Rows of codes times MB tokens; out[m * ldo + j]. `every`: steps that share a scale, if one belongs to a step.
+template <typename F, int MB, Spread32 kSpread>
+void coded_rows(const uint8_t* const* rows, const float* const* scales, int64_t every, const float* x, int64_t pitch,
+                int64_t depth, int64_t ahead, float* out, int64_t ldo) {
+  constexpr int64_t kGroups = kSpread == kWhole ? 1 : F::kStep / 32;  // scales of a step
+  constexpr int64_t kPer = F::kStep / kStepBytes;                    // elements of a byte
+  Vec acc[MB][kCodedRows] = {};
+  BVec seen[kCodedRows] = {};
+  const uint8_t* r[kCodedRows];
+  const float* s[kCodedRows];
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < kCodedRows; ++j) r[j] = rows[j], s[j] = scales[j];
+  int64_t k = 0, left = every;
+  for (; k + F::kStep <= depth; k += F::kStep) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kCodedRows; ++j) {
+      __builtin_prefetch(r[j] + ahead, 0, 3);
+      const BVec codes = *reinterpret_cast<const BVecU*>(r[j]);
+      if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
+      code_step<F, MB, kSpread>(codes, s[j], x, pitch, &acc[0][j], kCodedRows);
+      r[j] += kStepBytes;
+      if constexpr (kGroups > 1) s[j] += kGroups;
+    }
+    x += F::kStep;
+    if (kGroups == 1 && --left == 0) {
+      left = every;
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kCodedRows; ++j) ++s[j];
+    }
+  }
+  if (k < depth) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kCodedRows; ++j) {
+      alignas(64) uint8_t last[kStepBytes] = {};
+      float part[4] = {};
+      std::memcpy(last, r[j], (depth - k + kPer - 1) / kPer);
+      for (int64_t g = 0; g < kGroups && (g == 0 || 32 * g < depth - k); ++g) part[g] = s[j][g];
+      const BVec codes = *reinterpret_cast<const BVecU*>(last);
+      if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
+      code_step<F, MB, kSpread>(codes, part, x, pitch, &acc[0][j], kCodedRows);
+    }
+  }
+  // Indexed by constants only, or the sums would be in memory all along.
+#pragma GCC unroll 4
+  for (int64_t j = 0; j < kCodedRows; ++j) {
+    const bool nan = F::kVectors == 4 && saw_nan(seen[j]);
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m) out[m * ldo + j] = nan ? NAN : lane_sum(acc[m][j]) * (1.0f / F::kUnit);
+  }
+}
+
+template <typename F, Spread32 kSpread>
+void coded_tokens(const uint8_t* const* rows, const float* const* scales, int64_t every, const Product& a, int64_t ahead,
+                  float* out, int64_t ldo) {
+  const float* x = a.packed;
+  if (a.plain == 3) coded_rows<F, 3, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
+  else if (a.plain == 2) coded_rows<F, 2, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
+  else coded_rows<F, 1, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
+}
+
+// Elements of a step if scales of this granularity can be applied to the sum of one, or of parts of one; otherwise 0.
+inline int64_t code_step_of(MatFormat f) {
+  return f == ascend_deep_cpu::kMatE4M3 ? kStepE4M3 : f == ascend_deep_cpu::kMatE2M1 ? kStepE2M1 : 0;
+}
+
+// out[token][n - n0] of stream rows [n0, n1), n1 - n0 <= ldo - kCodedRows. `space`: kCodedRows rows of scales.
+template <typename F>
+void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float* out, int64_t ldo) {
+  const Operand& w = a.stream;
+  const bool scaled = w.sf != ascend_deep_cpu::kSfNone;
+  const int64_t gran = scaled ? w.gran_k : F::kStep;
+  const int64_t groups = scaled ? (a.depth + gran - 1) / gran : 0;
+  const bool fine = gran % F::kStep != 0;
+  static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  const int64_t every = !scaled ? INT64_MAX : fine ? 1 : gran / F::kStep;
+  for (int64_t n = n0; n < n1; n += kCodedRows) {
+    const uint8_t* rows[kCodedRows];
+    const float* scales[kCodedRows];
+    for (int64_t j = 0; j < kCodedRows; ++j) {
+      const int64_t r = min64(n + j, n1 - 1);
+      rows[j] = reinterpret_cast<const uint8_t*>(w.base) + r * w.row;
+      const bool same = j > 0 && r / w.gran_row == min64(n + j - 1, n1 - 1) / w.gran_row;
+      if (!scaled) scales[j] = one;
+      else if (same) scales[j] = scales[j - 1];
+      else scales[j] = scale_row(w, r, groups, space + j * groups);
+    }
+    const int64_t ahead = kCodedRows * w.row;
+    if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, every, a, ahead, out + (n - n0), ldo);
+    else coded_tokens<F, kWhole>(rows, scales, every, a, ahead, out + (n - n0), ldo);
+  }
+}
+
+}  // namespace
