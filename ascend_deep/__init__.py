@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ascend_deep import ops, testing
     from ascend_deep._explain import explain
-    from ascend_deep._prepare import Prepared, prepare
+    from ascend_deep._prepare import Prepared, load_quantized, prepare
     from ascend_deep.options import Options, OptionsError
     from ascend_deep.report import Report, last_report
 
@@ -27,6 +27,7 @@ __all__ = [
     "Report",
     "explain",
     "last_report",
+    "load_quantized",
     "ops",
     "prepare",
     "testing",
@@ -39,6 +40,7 @@ _HOME = {
     "Report": "report",
     "explain": "_explain",
     "last_report": "report",
+    "load_quantized": "_prepare",
     "prepare": "_prepare",
 }
 

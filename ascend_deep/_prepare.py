@@ -4,20 +4,28 @@
 dispatch through transformers' experts interface (``hf_experts`` says how it decides), and those that are written by
 hand, with experts in a ``ModuleList`` or in stacked weights (``loop_experts``). Parameters, buffers and ``state_dict``
 keep their names and shapes, eager runs get the op too, and ``restore()`` puts everything back.
+
+``prepare(model, quantize="fp8")`` also quantises linear layers and experts (``quantize``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts, loop_experts
+from ascend_deep import hf_experts, loop_experts, quantized_files
+from ascend_deep import quantize as quantization
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
 from ascend_deep.loop_experts import LoopSpec
+from ascend_deep.quantize import EXCLUDED, Quantized
+from ascend_deep.quantize_recipes import recipe_for
+from ascend_deep.quantized_modules import QuantizedExperts, QuantizedModule
 
-__all__ = ["Left", "Prepared", "Swapped", "prepare"]
+__all__ = ["Left", "Prepared", "Quantized", "Swapped", "load_quantized", "prepare"]
 
 _NOT_DECORATED = (
     "its class does not dispatch through transformers' experts interface, so nothing can be swapped in; "
@@ -56,16 +64,37 @@ class Prepared:
     Attributes:
         model: the model, changed in place.
         swapped: experts that run the op now.
-        left: experts that do not, each with the reason.
+        left: experts (and linear layers, if asked to quantise) that do not, each with the reason.
+        quantized: layers that are quantised now, each with how far off it is.
     """
 
     model: nn.Module
     swapped: tuple[Swapped, ...]
     left: tuple[Left, ...]
+    quantized: tuple[Quantized, ...] = ()
 
     def restore(self) -> None:
-        """Give every module the implementation that it had before the first ``prepare``. May be repeated."""
+        """Give every module the implementation that it had before the first ``prepare``. May be repeated.
+
+        Raises:
+            RuntimeError: layers are quantised and their originals were not kept. All others are restored.
+        """
+        gone = quantization.release(self.model)
         _release(self.model)
+        if gone:
+            raise RuntimeError(
+                f"restore: the original weights of {len(gone)} quantised layers, {gone[0]} among them, were not kept; "
+                "prepare(model, quantize=..., keep_master=True) keeps them."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the model with its quantised layers to a safetensors file, which ``load_quantized`` reads.
+
+        Raises:
+            ValueError: there is no quantised layer.
+            ImportError: safetensors is not installed.
+        """
+        quantized_files.save(self.model, path, self.quantized)
 
     def __enter__(self) -> Prepared:
         return self
@@ -87,10 +116,56 @@ class Prepared:
             for (name, text), paths in groups.items():
                 lines.append(f"  {mark}  {len(paths)}× {name}  {short_paths(paths)}")
                 lines.append(f"      {text}")
+        if self.quantized:
+            lines += _quantised_lines(self.quantized)
         return "\n".join(lines)
 
 
-def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
+def _quantised_lines(entries: Sequence[Quantized]) -> list[str]:
+    from ascend_deep.report_layout import plural, short_paths
+
+    before, after = sum(e.bytes_before for e in entries), sum(e.bytes_after for e in entries)
+    lines = [
+        f"quantised: {plural(len(entries), 'layer')}, {before / 2**20:.1f} MiB of weights in {after / 2**20:.1f} MiB"
+    ]
+    groups: dict[tuple[str, str], list[Quantized]] = {}
+    for entry in entries:
+        groups.setdefault((entry.kind, entry.recipe.describe()), []).append(entry)
+    for (kind, text), same in groups.items():
+        worst = max(same, key=lambda e: e.output_error)
+        lines.append(f"  {len(same)}× {kind}  {short_paths([e.module for e in same])}")
+        lines.append(
+            f"      {text}; calc_diff of weights up to {max(e.weight_error for e in same):.1e}, of results up to "
+            f"{worst.output_error:.1e} ({worst.module})"
+        )
+    return lines
+
+
+def load_quantized(model: nn.Module, path: str | Path) -> Prepared:
+    """Make ``model`` the quantised model that ``Prepared.save`` wrote, in place.
+
+    Args:
+        model: a model of the same class and sizes. Its own weights are not read; it may be on the meta device, and then
+            buffers that are no part of ``state_dict`` have no data afterwards either.
+        path: the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is none of ours, or of another model.
+        ImportError: safetensors is not installed.
+    """
+    return Prepared(model, (), (), quantized_files.load(model, path))
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    verify: bool = True,
+    quantize: str | None = None,
+    target: str = "auto",
+    exclude: Sequence[str] = EXCLUDED,
+    keep_master: bool = False,
+) -> Prepared:
     """Swap the expert loops of a model for ``torch.ops.ascend_deep.moe_experts``, in place.
 
     Needed for models whose experts are a Python loop, which breaks the graph: those of Hugging Face
@@ -106,25 +181,58 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
         model: any module. Models without expert loops come back unchanged.
         verify: also compare module and op on a few random tokens with the model's own weights. ``False`` skips that
             comparison, not the tests on random weights.
+        quantize: ``"fp8"`` or ``"fp4"``: store the weights of linear layers and of Hugging Face experts in that format,
+            with activations quantised to FP8 on every call. For inference: a quantised weight has no gradient. The
+            rounding changes results; every layer says by how much.
+        target: hardware to choose blocks and scales for, ``"auto"``: the device the model is on. Others are ``"cpu"``,
+            ``"sm90"``, ``"sm100"``, ``"ascend950"``.
+        exclude: layers that are not quantised: patterns for paths or their last names. By default output layers and
+            routers.
+        keep_master: keep the original layers, so that ``restore()`` can put them back.
 
     Returns:
-        What was swapped, what was left and why, and ``restore()``. Preparing a model twice changes nothing more;
-        a ``copy.deepcopy`` of a prepared model is prepared, a pickled one has its own loops again.
+        What was swapped, what was left and why, what was quantised, ``restore()`` and ``save()``. Preparing a model
+        twice changes nothing more; a ``copy.deepcopy`` of a prepared model is prepared, a pickled one has its own loops
+        again (and stays quantised).
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``exclude`` no list of patterns.
+        ValueError: ``quantize`` or ``target`` is unknown, or the target has no such products.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare: model is a {type(model).__name__}; it takes a torch.nn.Module.")
+    if isinstance(exclude, str):
+        raise TypeError(f"prepare: exclude is {exclude!r}; it takes a list of patterns.")
     # A compiled model shares its modules with the original, under other names.
     model = getattr(model, "_orig_mod", model)
+    cache: dict[Any, Any] = {}
+    if quantize is None:
+        swapped, left = _swap_experts(model, verify, cache)
+        return Prepared(model, swapped, left)
+    recipe = recipe_for(quantize, target, model)
+    # Experts first, because they would be another module once swapped; then linear layers, of those that are not
+    # part of a swapped loop.
+    done, refused = quantization.experts(model, recipe, exclude, keep_master, cache)
+    swapped, left = _swap_experts(model, verify, cache)
+    more, stay = quantization.linears(model, recipe, exclude, keep_master, [s.module for s in swapped])
+    told = tuple(Left(*r) for r in (*refused, *stay))
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    entries = sorted((*done, *more), key=lambda q: order[q.module])
+    return Prepared(model, swapped, (*left, *told), tuple(entries))
+
+
+def _swap_experts(
+    model: nn.Module, verify: bool, cache: dict[Any, Any]
+) -> tuple[tuple[Swapped, ...], tuple[Left, ...]]:
+    """Every experts module that ``moe_experts`` computes runs it; what was swapped and what was left."""
     swapped: list[Swapped] = []
     left: list[Left] = []
     decorated: list[tuple[str, Any, Spec | None]] = []
-    cache: dict[Any, Any] = {}
     candidates: dict[str, str] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
+        if isinstance(module, QuantizedModule):
+            continue
         if not hf_experts.is_decorated(module):
             if hf_experts.looks_like_experts(path, module):
                 candidates[path] = kind
@@ -151,7 +259,7 @@ def prepare(model: nn.Module, *, verify: bool = True) -> Prepared:
         if not any(path == other or path.startswith(f"{other}." if other else "") for other in done)
         and not any(other.startswith(f"{path}.") for other in done)
     ]
-    return Prepared(model, tuple(swapped), tuple(left))
+    return tuple(swapped), tuple(left)
 
 
 def _loops(
@@ -164,6 +272,8 @@ def _loops(
     for path in loop_experts.owners(model):
         if any(path == p or p.startswith(f"{path}." if path else "") for p in decorated):
             continue
+        if any(isinstance(m, QuantizedExperts) for m in modules[path].modules()):
+            continue  # its experts are quantised already
         if any(path == s.module or path.startswith(f"{s.module}." if s.module else "") for s in swapped):
             continue
         kind = type(modules[path]).__name__

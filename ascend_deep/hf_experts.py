@@ -25,7 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NAME", "Spec", "experts_forward", "is_decorated", "looks_like_experts", "original_forward", "resolve"]
+__all__ = [
+    "NAME",
+    "Spec",
+    "experts_forward",
+    "is_decorated",
+    "looks_like_experts",
+    "original_forward",
+    "resolve",
+    "run_op",
+]
 
 NAME = "ascend_deep"
 """Name of the implementation in ``ALL_EXPERTS_FUNCTIONS``."""
@@ -108,6 +117,11 @@ def _call(module: Any, constants: tuple[Any, ...], x: Tensor, idx: Tensor, weigh
         expert_offset=0,
         out_dtype=None,
     )
+
+
+def run_op(module: nn.Module, spec: Spec, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+    """``moe_experts`` with the weights of ``module``: tokens [T, H], ids and weights [T, K] to [T, H]."""
+    return _call(module, spec.constants(), x, idx, weights)
 
 
 def original_forward(module: nn.Module) -> Any:

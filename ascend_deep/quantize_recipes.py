@@ -1,0 +1,127 @@
+"""How ``prepare(model, quantize=...)`` quantises for each target: blocks, scales and the padding of expert rows.
+
+    fp8   weights E4M3, one scale per 128 x 128 block, activations E4M3, one scale per token and 128 columns;
+          on Ascend, whose kernels take nothing else, one power of two per 32 elements of a row for both
+    fp4   weights E2M1, two per byte, activations E4M3, one power of two per 32 elements of a row for both
+
+Sources: the scale-factor formats of DeepGEMM for SM90 and SM100 and of DeepGEMM-Ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["KINDS", "Recipe", "recipe_for"]
+
+KINDS = ("fp8", "fp4")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a weight and the activations that meet it are quantised.
+
+    Attributes:
+        kind: ``"fp8"`` or ``"fp4"``, the format of the weight. Activations are FP8.
+        target: what it was chosen for.
+        block: rows and columns of a weight that share a scale.
+        group: columns of the activations that share a scale.
+        ue8m0: scales are powers of two.
+        alignment: rows of every expert start at a multiple of it.
+    """
+
+    kind: str
+    target: str
+    block: tuple[int, int]
+    group: int
+    ue8m0: bool
+    alignment: int
+
+    def describe(self) -> str:
+        """Short form for people, e.g. ``"fp8 weights 128x128, fp8 activations 1x128"``."""
+        scales = ", scales are powers of two" if self.ue8m0 else ""
+        return f"{self.kind} weights {self.block[0]}x{self.block[1]}, fp8 activations 1x{self.group}{scales}"
+
+    def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``weight`` [.., N, K] as data (FP8 [.., N, K] or FP4 pairs [.., N, K / 2]) and f32 scales."""
+        from ascend_deep import ops
+
+        if self.kind == "fp4":
+            return ops.quant_fp4(weight, gran_k=self.block[1])
+        return ops.quant_fp8(weight, gran=self.block, ue8m0=self.ue8m0)
+
+    def dequantise(self, data: Tensor, scales: Tensor) -> Tensor:
+        """The numbers that ``data`` and ``scales`` stand for, float32."""
+        from ascend_deep import ops
+
+        return ops.dequant(data, scales, gran=self.block, out_dtype=torch.float32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**asdict(self), "block": list(self.block)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Recipe:
+        """Inverse of ``to_dict``."""
+        return Recipe(**{**data, "block": tuple(data["block"])})
+
+
+_MX = (1, 32)
+_RECIPES: Mapping[tuple[str, str], Recipe] = {
+    (r.kind, r.target): r
+    for r in (
+        Recipe("fp8", "cpu", (128, 128), 128, False, 1),
+        Recipe("fp8", "sm90", (128, 128), 128, False, 128),
+        Recipe("fp8", "sm100", (128, 128), 128, True, 128),
+        Recipe("fp8", "ascend950", _MX, 32, True, 256),
+        Recipe("fp4", "cpu", _MX, 32, True, 1),
+        Recipe("fp4", "sm100", _MX, 32, True, 128),
+        Recipe("fp4", "ascend950", _MX, 32, True, 256),
+    )
+}
+_SAME = {"ascend950dt": "ascend950"}
+_WITHOUT = {
+    ("fp4", "sm90"): "SM90 has no products of FP4",
+    ("fp8", "ascend910b"): "its matrix units have no FP8",
+    ("fp4", "ascend910b"): "its matrix units have no FP4",
+    ("fp8", "ascend910_93"): "its matrix units have no FP8",
+    ("fp4", "ascend910_93"): "its matrix units have no FP4",
+}
+
+
+def recipe_for(kind: str, target: str, model: nn.Module) -> Recipe:
+    """The recipe of ``kind`` for ``target``; ``"auto"`` is the device that the model is on.
+
+    Raises:
+        ValueError: an unknown kind or target, or a target without such products; the message says which there are.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"prepare: quantize is {kind!r}; accepted are 'fp8' and 'fp4'.")
+    name = _target_of(model) if target in ("auto", "cuda") else _SAME.get(target, target)
+    if (kind, name) in _WITHOUT:
+        raise ValueError(f"prepare: quantize is {kind!r} and the target {name}: {_WITHOUT[kind, name]}.")
+    if (kind, name) not in _RECIPES:
+        known = ", ".join(sorted({t for _, t in _RECIPES} | set(_SAME)))
+        raise ValueError(f"prepare: there is no {kind} recipe for target {name!r}; there are recipes for {known}.")
+    return _RECIPES[kind, name]
+
+
+def _target_of(model: nn.Module) -> str:
+    kinds = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    if not kinds:
+        return "cpu"
+    device = next(iter(kinds))
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return {9: "sm90", 10: "sm100"}.get(major, f"sm{major}{minor}")
+    if device.type == "npu":
+        from ascend_deep.native.torch_npu import soc
+
+        found = soc.current()
+        names = {"950pr": "ascend950", "950dt": "ascend950", "910b": "ascend910b", "910_93": "ascend910_93"}
+        return names[found.family] if found is not None else "npu"
+    return device.type
