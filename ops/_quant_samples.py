@@ -87,37 +87,45 @@ def _scales(g: torch.Generator, *shape: int) -> Tensor:
     return torch.exp2(torch.randint(-9, 10, shape, generator=g).float())
 
 
+# Which cases for which target and gran_k: all of them where words are packed, the others where they differ.
+_PACKED = {
+    ("sm90", 128): ("odd", "blocks", "psum", "k_psum"),
+    ("sm100", 32): ("odd", "batch", "no_rows", "one", "blocks", "psum", "k_psum", "k_sizes"),
+    ("sm100", 128): ("odd", "k_sizes"),
+    ("ascend", 32): ("odd", "batch", "no_rows", "one", "blocks", "psum", "k_psum"),
+    ("ascend", 128): ("odd", "blocks", "k_psum"),
+}
+
+
 def pack_sf_samples() -> Iterator[Sample]:
-    """Every target and grouping: ends that are not whole words, batches, no rows, gaps with garbage, empty blocks."""
+    """Ends that are not whole words, batches, no rows, blocks of rows, gaps with garbage, empty groups."""
     g = torch.Generator().manual_seed(19)
-    none: dict[str, Any] = {"grouping": "none", "alignment": 128}
-    for target, gran_k in (("sm90", 128), ("sm100", 32), ("sm100", 128), ("ascend", 32), ("ascend", 128)):
-        label = f"{target}-{gran_k}"
-        for name, lead, mn, k in (
-            ("odd", (), 7, 700),
-            ("batch", (3,), 4, 257),
-            ("no_rows", (), 0, 33),
-            ("one", (), 1, 1),
-        ):
-            kwargs = {"mn": mn, "k": k, "gran": (1, gran_k), "target": target, **none}
-            yield Sample(f"{label}-{name}", (_scales(g, *lead, mn, _sf.ceil_div(k, gran_k)), None), kwargs)
-        kwargs = {"mn": 130, "k": 300, "gran": (128, gran_k), "target": target, **none}
-        yield Sample(f"{label}-blocks", (_scales(g, _sf.ceil_div(300, gran_k), 2).t(), None), kwargs)
-        gaps = _scales(g, 24, _sf.ceil_div(300, gran_k))
-        gaps[5:8] = torch.nan
-        gaps[13:] = -0.3
-        kwargs = {"mn": 24, "k": 300, "gran": (1, gran_k), "target": target, "grouping": "psum", "alignment": 8}
-        yield Sample(f"{label}-psum", (gaps, torch.tensor([5, 8, 13], dtype=torch.int32)), kwargs)
-        along = _scales(g, 6, _sf.ceil_div(1024, gran_k))
-        along[:, 256 // gran_k : 384 // gran_k] = -3.0
-        kwargs = {"mn": 6, "k": 1024, "gran": (1, gran_k), "target": target, "grouping": "k_psum", "alignment": 384}
-        yield Sample(f"{label}-k_psum", (along, torch.tensor([200, 384, 1000], dtype=torch.int32)), kwargs)
-        kwargs = {**kwargs, "grouping": "k_sizes", "alignment": 128}
-        yield Sample(
-            f"{label}-k_sizes",
-            (along.abs().log2().round().exp2(), torch.tensor([256, 0, 640], dtype=torch.int32)),
-            kwargs,
-        )
+    plain = {"odd": ((), 7, 700), "batch": ((3,), 4, 257), "no_rows": ((), 0, 33), "one": ((), 1, 1)}
+    for (target, gran_k), cases in _PACKED.items():
+        for case in cases:
+            kwargs: dict[str, Any] = {"target": target, "gran": (1, gran_k), "grouping": "none", "alignment": 128}
+            layout = None
+            if case in plain:
+                lead, mn, k = plain[case]
+                sf = _scales(g, *lead, mn, _sf.ceil_div(k, gran_k))
+            elif case == "blocks":
+                mn, k = 130, 300
+                sf = _scales(g, _sf.ceil_div(k, gran_k), 2).t()
+                kwargs["gran"] = (128, gran_k)
+            elif case == "psum":
+                mn, k = 24, 300
+                sf = _scales(g, mn, _sf.ceil_div(k, gran_k))
+                sf[5:8], sf[13:] = torch.nan, -0.3
+                kwargs.update(grouping="psum", alignment=8)
+                layout = torch.tensor([5, 8, 13], dtype=torch.int32)
+            else:
+                mn, k = 6, 1024
+                sf = _scales(g, mn, k // gran_k)
+                kwargs.update(grouping=case, alignment=384 if case == "k_psum" else 128)
+                layout = torch.tensor([200, 384, 1000] if case == "k_psum" else [256, 0, 640], dtype=torch.int32)
+                if case == "k_psum":
+                    sf[:, 256 // gran_k : 384 // gran_k] = -3.0
+            yield Sample(f"{target}-{gran_k}-{case}", (sf, layout), {"mn": mn, "k": k, **kwargs})
 
 
 def swiglu_quant_samples() -> Iterator[Sample]:

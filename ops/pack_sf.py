@@ -16,9 +16,9 @@ what lies between columns in memory is zero (1 for f32).
 * ``none``: there is none.
 * ``psum``: ends of the row blocks of an m-grouped A; block e starts at the end of the block before it, rounded up to
   ``alignment``. Rows between blocks get 2^0, whatever garbage they hold.
-* ``k_psum``, ``k_sizes``: ends (as above) or sizes of blocks along K; K-groups between blocks are left out on ``sm90``
-  and ``sm100``, where a block starts with a new word, and get 2^0 on ``ascend``. The number of columns is a bound that
-  depends on shapes only, G or (G + 3 E) // 4; columns that are not needed are 2^0.
+* ``k_psum``, ``k_sizes``: ends (as above) or sizes of blocks along K, which start at the same places; K-groups between
+  blocks are left out on ``sm90`` and ``sm100``, where a block starts with a new word, and get 2^0 on ``ascend``. The
+  number of columns is a bound that depends on shapes only, G or (G + 3 E) // 4; columns that are not needed are 2^0.
 
 Contract: A.2, B.1 and F of the DeepGEMM operator list.
 """
@@ -167,7 +167,7 @@ def _powers_of_two(
         return
     used = sf
     if grouped_layout is not None:
-        starts, ends = _blocks(grouped_layout, grouping, alignment)
+        starts, ends = _blocks(grouped_layout, grouping, alignment, sf.shape[0] if grouping == "psum" else k)
         if grouping == "psum":
             used = sf[_inside(sf.shape[0], starts, ends)]
         else:
@@ -181,23 +181,22 @@ def _powers_of_two(
         )
 
 
-def _blocks(grouped_layout: Tensor, grouping: str, alignment: int) -> tuple[Tensor, Tensor]:
-    """First and last + 1 element of every block, i64 [E]."""
+def _blocks(grouped_layout: Tensor, grouping: str, alignment: int, size: int) -> tuple[Tensor, Tensor]:
+    """First and last + 1 element of every block, i64 [E]; an end before the start is an empty block."""
     layout = grouped_layout.long()
+    whole = _sf.align(layout, alignment)
     if grouping == "k_sizes":
-        ends = layout.cumsum(0)
-        return ends - layout, ends
-    starts = torch.nn.functional.pad(_sf.align(layout[:-1], alignment), (1, 0)) if layout.numel() else layout
-    return starts, layout
+        starts = whole.cumsum(0) - whole
+        ends = starts + layout
+    else:
+        starts, ends = torch.nn.functional.pad(whole[:-1], (1, 0)) if layout.numel() else layout, layout
+    return starts, torch.maximum(ends.clamp(max=size), starts)
 
 
 def _inside(size: int, starts: Tensor, ends: Tensor) -> Tensor:
     """Bool [size]: positions that lie in a block."""
-    at = torch.arange(size, device=starts.device)
-    if not ends.numel():
-        return at < 0
-    block = torch.searchsorted(ends, at, right=True)
-    return (block < ends.numel()) & (at >= starts[block.clamp(max=ends.numel() - 1)])
+    at = torch.arange(size, device=starts.device)[:, None]
+    return ((at >= starts) & (at < ends)).any(1)
 
 
 def _compacted(starts: Tensor, counts: Tensor, per: int, words: int) -> Tensor:
@@ -247,7 +246,7 @@ def _reference(
         gran_k = wants.gran_k
         sf = sf[..., : _sf.ceil_div(k, gran_k)]
     if grouped_layout is not None:
-        starts, ends = _blocks(grouped_layout, grouping, alignment)
+        starts, ends = _blocks(grouped_layout, grouping, alignment, mn if grouping == "psum" else k)
         if grouping == "psum":
             sf = torch.where(_inside(sf.shape[0], starts, ends)[:, None], sf, 1.0)
         elif not wants.compact:

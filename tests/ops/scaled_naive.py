@@ -10,9 +10,13 @@ import bisect
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from ascend_deep import ops
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
@@ -143,6 +147,18 @@ def product(
 ) -> Tensor:
     """float64 A B^T."""
     return operand(a, sfa, recipe_a, layout[0] == "t") @ operand(b, sfb, recipe_b, layout[1] == "n").t()
+
+
+def run(runner: str, name: str, sample: ops.Sample) -> Any:
+    """A sample through the op, which takes a kernel where there is one, or through the body that defines it."""
+    definition = ops.op(name)
+    call = definition.overload if runner == "op" else definition.reference
+    return call(*sample.args, **sample.kwargs)
+
+
+def cases(name: str) -> list[Any]:
+    """All samples of an op, both ways."""
+    return [pytest.param(r, s, id=f"{r}-{s.name}") for s in ops.op(name).samples() for r in ("op", "reference")]
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:

@@ -113,10 +113,10 @@ def check_scales(sf: Tensor, scales: list[Any], fmt: str, rows: int) -> None:
     assert sf.stride()[-2:] == (1, (rows + 3) // 4 * 4 if per == 4 else rows)
 
 
-@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("quant_fp8").samples()])
-def test_quant_fp8_is_the_rule_to_the_last_bit(sample: ops.Sample) -> None:
+@pytest.mark.parametrize(("runner", "sample"), naive.cases("quant_fp8"))
+def test_quant_fp8_is_the_rule_to_the_last_bit(runner: str, sample: ops.Sample) -> None:
     (x,), a = sample.args, sample.kwargs
-    data, sf = ops.quant_fp8(x, **a)
+    data, sf = naive.run(runner, "quant_fp8", sample)
     codes, scales = naive_quant(x, a["gran"], 448.0, a["ue8m0"])
     assert data.dtype == torch.float8_e4m3fn and data.is_contiguous()
     # The sign of NaN means nothing.
@@ -129,10 +129,10 @@ def test_quant_fp8_is_the_rule_to_the_last_bit(sample: ops.Sample) -> None:
     assert sf.shape == (*x.shape[:-2], rows, -(-groups // per))
 
 
-@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("quant_fp4").samples()])
-def test_quant_fp4_is_the_rule_to_the_last_bit(sample: ops.Sample) -> None:
+@pytest.mark.parametrize(("runner", "sample"), naive.cases("quant_fp4"))
+def test_quant_fp4_is_the_rule_to_the_last_bit(runner: str, sample: ops.Sample) -> None:
     (x,), a = sample.args, sample.kwargs
-    data, sf = ops.quant_fp4(x, **a)
+    data, sf = naive.run(runner, "quant_fp4", sample)
     codes, scales = naive_quant(x, (1, a["gran_k"]), 6.0, True)
     assert data.dtype == torch.int8 and data.is_contiguous()
     assert data.view(torch.uint8).equal(codes[..., ::2] | codes[..., 1::2] << 4)
@@ -140,10 +140,10 @@ def test_quant_fp4_is_the_rule_to_the_last_bit(sample: ops.Sample) -> None:
         check_scales(sf, scales, a["sf_format"], x.shape[-2])
 
 
-@pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("dequant").samples()])
-def test_dequant_is_one_product(sample: ops.Sample) -> None:
+@pytest.mark.parametrize(("runner", "sample"), naive.cases("dequant"))
+def test_dequant_is_one_product(runner: str, sample: ops.Sample) -> None:
     (x, sf), a = sample.args, sample.kwargs
-    out = ops.dequant(x, sf, **a)
+    out = naive.run(runner, "dequant", sample)
     data = naive.numbers(x)
     flat = (
         [naive.scale_of(s, *data.shape[-2:], a["gran"]) for s in sf.reshape(-1, *sf.shape[-2:])] if data.numel() else []
