@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ACTS", "KERNELS", "LIMITS", "SAME"]
+from ascend_deep.native.cpu.gemm_quant_provider import element_count, empty_scales, quantised
 
-ACTS = frozenset({"silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai", "silu_clamp"})
-_OUT = (None, torch.float32, torch.bfloat16)
-_X2 = getattr(torch, "float4_e2m1fn_x2", None)
-_FP4 = (torch.int8, torch.uint8, _X2)
+__all__ = ["KERNELS", "SAME"]
+
 # The dimensions of a matrix, of its transpose, of a batch of matrices and of its transposes: batch, rows, K.
 _MATRIX, _TRANSPOSED = (-1, 0, 1), (-1, 1, 0)
 _BATCH, _BATCH_TRANSPOSED = (0, 1, 2), (0, 2, 1)
@@ -69,11 +67,6 @@ def _dense(layout: str) -> tuple[Dims, Dims]:
     return (_MATRIX if layout[0] == "n" else _TRANSPOSED), (_MATRIX if layout[1] == "t" else _TRANSPOSED)
 
 
-def _size(x: Tensor, dim: int) -> int:
-    """Elements along a dimension; FP4 has two per byte along the last one."""
-    return x.shape[dim] * (2 if x.dtype in _FP4 and dim in (-1, x.dim() - 1) else 1)
-
-
 def _type(c: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype or (torch.bfloat16 if c is None else c.dtype)
 
@@ -85,7 +78,7 @@ def _fake_bf16(
     a: Tensor, b: Tensor, c: Tensor | None, *, layout: str, out_dtype: torch.dtype | None, **_: Any
 ) -> Tensor:
     dims_a, dims_b = _dense(layout)
-    return a.new_empty((_size(a, dims_a[1]), _size(b, dims_b[1])), dtype=_type(c, out_dtype))
+    return a.new_empty((element_count(a, dims_a[1]), element_count(b, dims_b[1])), dtype=_type(c, out_dtype))
 
 
 def _fake_scaled(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, c: Tensor | None, **attributes: Any) -> Tensor:
@@ -127,13 +120,9 @@ def _gemm_scaled_fp8out(
     a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, *, clamp: float | None, sf_format: str, **attributes: Any
 ) -> tuple[Tensor, Tensor]:
     out = torch.ops.ascend_deep_cpu.gemm_scaled(a, sfa, b, sfb, None, **attributes, out_dtype=torch.float32, alpha=None)
-    return _requantised(out, clamp, sf_format)
-
-
-def _requantised(out: Tensor, clamp: float | None, sf_format: str) -> tuple[Tensor, Tensor]:
     if clamp is not None:
         out = out.clamp_(-clamp, clamp)
-    return _quant_fp8(out, gran=(1, 32), ue8m0=True, sf_format=sf_format)
+    return quantised(out, (1, 32), False, True, sf_format)
 
 
 # ---- grouped ---------------------------------------------------------------------------------------------------------
@@ -155,7 +144,7 @@ def _m_grouped(
 ) -> Tensor:
     dims_b = _BATCH if layout == "nt" else _BATCH_TRANSPOSED
     make = torch.zeros if zero_padding else torch.empty
-    d = make(a.shape[0], _size(b, dims_b[1]), dtype=out_dtype or torch.bfloat16)
+    d = make(a.shape[0], element_count(b, dims_b[1]), dtype=out_dtype or torch.bfloat16)
     mode = "psum_m" if grouping == "psum" else "labels_m"
     return _many(d, (a, _MATRIX), (b, dims_b), sfa=sfa, sfb=sfb, layout=grouped_layout, mode=mode, alignment=alignment)
 
@@ -230,7 +219,7 @@ def _k_grouped(
     out_dtype: torch.dtype | None,
     **scales: Any,
 ) -> Tensor:
-    d = torch.empty(grouped_layout.shape[0], _size(a, 1), _size(b, 1), dtype=_type(c, out_dtype))
+    d = torch.empty(grouped_layout.shape[0], element_count(a, 1), element_count(b, 1), dtype=_type(c, out_dtype))
     return _k_grouped_into(d, a, b, grouped_layout, c, grouping, alignment, **scales)
 
 
@@ -287,7 +276,7 @@ def _positions(eq: str) -> tuple[Dims, Dims, Dims]:
     """(batch, rows, K) of a and b, (batch, M, N) of the result."""
     operands, result = eq.split("->")
     left, right = operands.split(",")
-    batch, m, n, k = _LETTERS[eq]
+    batch, m, n, k = tuple(_LETTERS[eq])
     return (
         (left.index(batch), left.index(m), left.index(k)),
         (right.index(batch), right.index(n), right.index(k)),
@@ -360,140 +349,30 @@ def _einsum_scaled_fp8out(
     sf_format: str,
 ) -> tuple[Tensor, Tensor]:
     out = _einsum_scaled(a, sfa, b, sfb, None, eq=eq, recipe_a=recipe_a, recipe_b=recipe_b, out_dtype=torch.float32)
-    data, scales = _requantised(out.view(out.shape[0], out.shape[1] * out.shape[2]), clamp, sf_format)
-    return data.view(out.shape), scales
+    rows, heads, depth = out.shape
+    # The scales are those of a matrix; the data must be no view.
+    data = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
+    if clamp is not None:
+        out = out.clamp_(-clamp, clamp)
+    scales = empty_scales((), rows, heads * depth // 32, 1, sf_format)
+    matrix = out.view(rows, heads * depth)
+    torch.ops.ascend_deep_cpu.quantise(data.view(matrix.shape), scales, matrix, (1, 32), False, True)
+    return data, scales
 
 
 def _hc_prenorm_gemm(a: Tensor, b: Tensor, *, num_splits: int | None) -> tuple[Tensor, Tensor]:
     (rows, k), columns = a.shape, b.shape[0]
-    splits = 1 if num_splits is None else num_splits
-    width = max(-(-k // splits), 1)
-    products = torch.empty(splits, rows, columns)
-    squares = torch.empty(splits, rows)
+    lead = () if num_splits is None else (num_splits,)
+    products, squares = torch.empty(*lead, rows, columns), torch.empty(*lead, rows)
     if num_splits is None:
-        _many(products[0], (a, _MATRIX), (b, _MATRIX))
-    else:
-        ends = torch.tensor([min((i + 1) * width, k) for i in range(splits)])
-        _many(products, (a, _MATRIX), (b, _MATRIX), dims_d=_BATCH, layout=ends, mode="psum_k")
+        _many(products, (a, _MATRIX), (b, _MATRIX))
+        torch.ops.ascend_deep_cpu.row_squares(squares.unsqueeze(0), a, max(k, 1))
+        return products, squares
+    width = max(-(-k // num_splits), 1)
+    ends = torch.tensor([min((i + 1) * width, k) for i in range(num_splits)])
+    _many(products, (a, _MATRIX), (b, _MATRIX), dims_d=_BATCH, layout=ends, mode="psum_k")
     torch.ops.ascend_deep_cpu.row_squares(squares, a, width)
-    return (products[0], squares[0]) if num_splits is None else (products, squares)
-
-
-# ---- quantisation ----------------------------------------------------------------------------------------------------
-
-
-def _empty_scales(lead: Sequence[int], rows: int, groups: int, gran_row: int, sf_format: str) -> Tensor:
-    """Where scales are written to. Packed words: 127 behind the last group, and rows next to each other in memory with
-    zeros up to the next column."""
-    if sf_format == "fp32":
-        return torch.empty((*lead, -(-rows // gran_row), groups))
-    per, dtype = (4, torch.int32) if sf_format == "ue8m0x4" else (2, torch.int16)
-    words = -(-groups // per)
-    pitch = -(-rows // 4) * 4 if per == 4 else rows
-    strides, step = [1, pitch], pitch * words
-    for size in reversed(lead):
-        strides.insert(0, step)
-        step *= size
-    out = torch.empty_strided((*lead, rows, words), strides, dtype=dtype)
-    if out.numel():
-        torch.as_strided(out, (out.untyped_storage().nbytes() // out.element_size(),), (1,)).zero_()
-        out[..., words - 1] = 0x7F7F7F7F if per == 4 else 0x7F7F
-    return out
-
-
-def _matrices(x: Tensor) -> Tensor:
-    return x.reshape(-1, *x.shape[-2:])
-
-
-def _quantised(x: Tensor, gran: Sequence[int], fp4: bool, ue8m0: bool, sf_format: str) -> tuple[Tensor, Tensor]:
-    *lead, rows, columns = x.shape
-    scales = _empty_scales(lead, rows, -(-columns // gran[1]), gran[0], sf_format)
-    data = torch.empty((*lead, rows, columns // 2 if fp4 else columns), dtype=torch.uint8)
-    run = torch.ops.ascend_deep_cpu.quantise
-    if not lead:
-        run(data, scales, x, gran, fp4, ue8m0)
-    elif scales.numel() or data.numel():
-        views = (_matrices(data), scales.view(-1, *scales.shape[-2:]), _matrices(x))
-        for d, s, source in zip(*views, strict=True):
-            run(d, s, source, gran, fp4, ue8m0)
-    return data.view(torch.int8 if fp4 else torch.float8_e4m3fn), scales
-
-
-def _quant_fp8(x: Tensor, *, gran: Sequence[int], ue8m0: bool, sf_format: str) -> tuple[Tensor, Tensor]:
-    return _quantised(x, gran, False, ue8m0, sf_format)
-
-
-def _quant_fp4(x: Tensor, *, gran_k: int, sf_format: str) -> tuple[Tensor, Tensor]:
-    return _quantised(x, (1, gran_k), True, True, sf_format)
-
-
-def _swiglu_quant(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    *lead, rows, columns = h.shape
-    width = columns // 2
-    scales = _empty_scales(lead, rows, -(-width // gran_k), 1, sf_format)
-    data = torch.empty((*lead, rows, width), dtype=torch.uint8)
-    if scales.numel() or data.numel():
-        weights = None if row_weight is None else row_weight.to(torch.float32).reshape(-1, rows).contiguous()
-        source = _matrices(h if h.stride(-1) == 1 else h.contiguous())
-        for i in range(source.shape[0]):
-            torch.ops.ascend_deep_cpu.swiglu_quantise(
-                _matrices(data)[i],
-                scales.view(-1, *scales.shape[-2:])[i],
-                source[i],
-                None if weights is None else weights[i],
-                act,
-                alpha,
-                limit,
-                interleaved,
-                gran_k,
-                ue8m0,
-            )
-    return data.view(torch.float8_e4m3fn), scales
-
-
-def _dequant(x: Tensor, sf: Tensor, *, gran: Sequence[int], sf_format: str, out_dtype: torch.dtype | None) -> Tensor:
-    out = torch.empty((*x.shape[:-1], _size(x, -1)), dtype=out_dtype or torch.float32)
-    run = torch.ops.ascend_deep_cpu.dequantise
-    if x.dim() == 2:
-        run(out, x, sf, gran)
-    elif out.numel():
-        for matrix, data, scales in zip(_matrices(out), _matrices(x), _matrices(sf), strict=True):
-            run(matrix, data, scales, gran)
-    return out
-
-
-# ---- limits ----------------------------------------------------------------------------------------------------------
-
-
-def _source_limits(x: Tensor, *_: Any, act: str = "silu", **__: Any) -> str | None:
-    if x.dtype == torch.float64:
-        return "the input is float64; the kernel takes float32, bfloat16 and float16."
-    if act not in ACTS:
-        return f"act is {act!r}, the kernel has {', '.join(sorted(ACTS))}."
-    return None
-
-
-def _swiglu_limits(h: Tensor, row_weight: Tensor | None, *, act: str, **_: Any) -> str | None:
-    if h.dtype not in (torch.float32, torch.bfloat16):
-        return f"h has dtype {h.dtype}; the kernel takes float32 and bfloat16."
-    return _source_limits(h, act=act)
-
-
-def _dequant_limits(x: Tensor, sf: Tensor, *, out_dtype: torch.dtype | None, **_: Any) -> str | None:
-    if out_dtype not in _OUT:
-        return f"out_dtype is {out_dtype}; the kernel writes float32 and bfloat16."
-    return None
+    return products, squares
 
 
 SAME: Mapping[str, Callable[..., Any]] = {"gemm_bf16": _fake_bf16, "gemm_scaled": _fake_scaled}
@@ -516,15 +395,4 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "einsum_scaled": _einsum_scaled,
     "einsum_scaled_fp8out": _einsum_scaled_fp8out,
     "hc_prenorm_gemm": _hc_prenorm_gemm,
-    "quant_fp8": _quant_fp8,
-    "quant_fp4": _quant_fp4,
-    "swiglu_quant": _swiglu_quant,
-    "dequant": _dequant,
-}
-
-LIMITS: Mapping[str, Callable[..., str | None]] = {
-    "quant_fp8": _source_limits,
-    "quant_fp4": _source_limits,
-    "swiglu_quant": _swiglu_limits,
-    "dequant": _dequant_limits,
 }

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.cpu import gemm_provider, mqa_provider
+from ascend_deep.native.cpu import gemm_provider, gemm_quant_provider, mqa_provider
 from ascend_deep.native.cpu.build import LIBRARY
 
 __all__ = ["CPU", "isa"]
 
 _PATH = Path(__file__).resolve().parent / LIBRARY
 _BUILD = "python -m ascend_deep.native.cpu.build"
-_ACTS = gemm_provider.ACTS
+_ACTS = gemm_quant_provider.ACTS
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -145,14 +145,19 @@ CPU = Provider(
     name="native.cpu",
     device="cpu",
     unavailable=_unavailable,
-    kernels={**{name: _kernel(name) for name in _SAME}, **mqa_provider.KERNELS, **gemm_provider.KERNELS},
+    kernels={
+        **{name: _kernel(name) for name in _SAME},
+        **mqa_provider.KERNELS,
+        **gemm_provider.KERNELS,
+        **gemm_quant_provider.KERNELS,
+    },
     direct={name: functools.partial(_overload, name) for name in _SAME},
     limits={
         "moe_experts": _experts_limits,
         "moe_route": _route_limits,
         "swiglu": _swiglu_limits,
         **mqa_provider.LIMITS,
-        **gemm_provider.LIMITS,
+        **gemm_quant_provider.LIMITS,
     },
     version="1",
 )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ascend_deep import ops
-from ascend_deep.native.cpu import gemm_provider
+from ascend_deep.native.cpu import gemm_provider, gemm_quant_provider
 from ascend_deep.native.cpu.provider import CPU
 
-NAMES = tuple(sorted({*gemm_provider.SAME, *gemm_provider.KERNELS}))
+NAMES = tuple(sorted({*gemm_provider.SAME, *gemm_provider.KERNELS, *gemm_quant_provider.KERNELS}))
 FP8 = torch.float8_e4m3fn
 
 
