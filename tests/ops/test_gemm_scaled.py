@@ -45,6 +45,35 @@ def test_gemm_scaled(runner: str, sample: ops.Sample) -> None:
     close(d, wanted, magnitudes(*operands, kwargs) * 3 + wanted.abs())
 
 
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("runner", ["op", "reference"])
+def test_any_m_and_any_k(runner: str, group: int) -> None:
+    """Ends of K that are no whole group, odd numbers of groups, rows that are a multiple of nothing."""
+    for m, k in (
+        (1, 33),
+        (3, 63),
+        (4, 65),
+        (8, 96),
+        (63, 128),
+        (64, 513),
+        (127, 34),
+        (128, 66),
+        (129, 1024),
+        (2, 4304),
+    ):
+        n = 1 + (m + k) % 13
+        for fmt in ("fp8", "fp4") if k % 2 == 0 else ("fp8",):
+            recipe_b = (5 if fmt == "fp8" else 1, group)
+            a, sfa = ops.quant_fp8(torch.randn(m, k), gran=(1, group))
+            x = torch.randn(n, k)
+            b, sfb = ops.quant_fp8(x, gran=recipe_b) if fmt == "fp8" else ops.quant_fp4(x, gran_k=group)
+            assert sfa.shape == (m, -(-k // group)) and sfb.shape == (-(-n // recipe_b[0]), -(-k // group))
+            kwargs = {"recipe_a": (1, group), "recipe_b": recipe_b, "layout": "nt"}
+            sample = ops.Sample("", (a, sfa, b, sfb, None), {**kwargs, "out_dtype": torch.float32, "alpha": None})
+            d = naive.run(runner, "gemm_scaled", sample)
+            close(d, wanted_gemm((a, sfa, b, sfb), kwargs), magnitudes(a, sfa, b, sfb, kwargs))
+
+
 @pytest.mark.parametrize("alias", [False, True])
 @pytest.mark.parametrize(("runner", "sample"), naive.cases("gemm_scaled_out"))
 def test_gemm_scaled_out(runner: str, sample: ops.Sample, alias: bool) -> None:

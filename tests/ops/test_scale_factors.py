@@ -176,6 +176,23 @@ def test_the_largest_number_of_a_block_saturates_at_most_to_448(value: float) ->
         torch.testing.assert_close(ops.dequant(data, sf, gran=(1, 4)), x, rtol=2**-4, atol=0)
 
 
+@pytest.mark.parametrize("lead", [(1,), (2,), (2, 1, 3), ()])
+def test_leading_dimensions_are_a_batch_of_matrices(lead: tuple[int, ...]) -> None:
+    x = torch.randn(*lead, 6, 40)
+    for gran, fmt in (((4, 16), "fp32"), ((1, 16), "ue8m0x4"), ((1, 16), "ue8m0x2")):
+        data, sf = ops.quant_fp8(x, gran=gran, ue8m0=True, sf_format=fmt)
+        back = ops.dequant(data, sf, gran=gran, sf_format=fmt)
+        pairs, sf4 = ops.quant_fp4(x, gran_k=8, sf_format=fmt)
+        back4 = ops.dequant(pairs, sf4, gran=(1, 8), sf_format=fmt)
+        assert data.shape == x.shape and pairs.shape == (*lead, 6, 20) and back.shape == back4.shape == x.shape
+        for at in itertools.product(*map(range, lead)):
+            one, one_sf = ops.quant_fp8(x[at], gran=gran, ue8m0=True, sf_format=fmt)
+            assert data[at].view(torch.uint8).equal(one.view(torch.uint8)) and sf[at].equal(one_sf)
+            assert back[at].equal(ops.dequant(one, one_sf, gran=gran, sf_format=fmt))
+            one, one_sf = ops.quant_fp4(x[at], gran_k=8, sf_format=fmt)
+            assert pairs[at].equal(one) and sf4[at].equal(one_sf)
+
+
 def test_nan_and_infinity_do_what_the_module_says() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([[1.0, bad, -2.0, 3.0], [1.0, 2.0, 3.0, 4.0]])
