@@ -5,7 +5,8 @@ dispatch through transformers' experts interface (``hf_experts`` says how it dec
 hand, with experts in a ``ModuleList`` or in stacked weights (``loop_experts``). Parameters, buffers and ``state_dict``
 keep their names and shapes, eager runs get the op too, and ``restore()`` puts everything back.
 
-``prepare(model, quantize="fp8")`` also quantises linear layers and experts (``quantize``).
+``prepare(model, quantize="fp8")`` also quantises linear layers and experts (``quantize``). Modules that transformers
+has quantised to FP8 run our ops either way (``quantize_adopt``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts, loop_experts, quantized_files
+from ascend_deep import hf_experts, loop_experts, quantize_adopt, quantized_files
 from ascend_deep import quantize as quantization
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
 from ascend_deep.loop_experts import LoopSpec
@@ -27,6 +28,7 @@ from ascend_deep.quantized_modules import QuantizedExperts, QuantizedModule
 
 __all__ = ["Left", "Prepared", "Quantized", "Swapped", "load_quantized", "prepare"]
 
+_OTHER_INTERFACE = "its class dispatches through another interface of transformers (quantised experts have their own)."
 _NOT_DECORATED = (
     "its class does not dispatch through transformers' experts interface, so nothing can be swapped in; "
     "torch.compile sees its own code."
@@ -206,19 +208,26 @@ def prepare(
     # A compiled model shares its modules with the original, under other names.
     model = getattr(model, "_orig_mod", model)
     cache: dict[Any, Any] = {}
-    if quantize is None:
+    recipe = recipe_for(quantize, target, model) if quantize is not None else None
+    adopted, strange = quantize_adopt.adopt(model, cache)
+    if recipe is None:
         swapped, left = _swap_experts(model, verify, cache)
-        return Prepared(model, swapped, left)
-    recipe = recipe_for(quantize, target, model)
+        return Prepared(model, swapped, _joined(strange, left), tuple(adopted))
     # Experts first, because they would be another module once swapped; then linear layers, of those that are not
     # part of a swapped loop.
     done, refused = quantization.experts(model, recipe, exclude, keep_master, cache)
     swapped, left = _swap_experts(model, verify, cache)
     more, stay = quantization.linears(model, recipe, exclude, keep_master, [s.module for s in swapped])
-    told = tuple(Left(*r) for r in (*refused, *stay))
     order = {path: i for i, (path, _) in enumerate(model.named_modules())}
-    entries = sorted((*done, *more), key=lambda q: order[q.module])
-    return Prepared(model, swapped, (*left, *told), tuple(entries))
+    entries = sorted((*adopted, *done, *more), key=lambda q: order[q.module])
+    return Prepared(model, swapped, _joined([*strange, *refused, *stay], left), tuple(entries))
+
+
+def _joined(reasons: Sequence[tuple[str, str, str]], left: Sequence[Left]) -> tuple[Left, ...]:
+    """Modules that were left, each once per reason; what is known of a quantised module is said instead of a guess."""
+    known = {path for path, _, _ in reasons}
+    guesses = [item for item in left if item.module not in known or item.reason != _OTHER_INTERFACE]
+    return (*guesses, *(Left(*r) for r in reasons))
 
 
 def _swap_experts(
@@ -304,7 +313,7 @@ def _of_transformers(module: nn.Module) -> bool:
 
 def _reason_not_decorated(module: nn.Module, about: str | None) -> str:
     if hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
-        return "its class dispatches through another interface of transformers (quantised experts have their own)."
+        return _OTHER_INTERFACE
     if about is not None:
         return f"its class does not dispatch through transformers' experts interface, and {about}"
     return _NOT_DECORATED

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 __all__ = [
     "NAME",
     "Spec",
+    "activation_of",
     "experts_forward",
     "is_decorated",
     "looks_like_experts",
@@ -183,7 +184,7 @@ def resolve(module: Any, verify: bool = True, cache: dict[Any, Any] | None = Non
             )
         if type(weight) not in (Tensor, nn.Parameter):
             return f"{name} is a {type(weight).__name__}; moe_experts takes plain tensors."
-    found = _activation(module, gated, {} if cache is None else cache)
+    found = activation_of(module, gated, {} if cache is None else cache)
     if isinstance(found, str):
         return found
     act, alpha, limit = found
@@ -192,7 +193,7 @@ def resolve(module: Any, verify: bool = True, cache: dict[Any, Any] | None = Non
     return (_differs(module, spec) if verify else None) or spec
 
 
-def _activation(module: Any, gated: bool, cache: dict[Any, Any]) -> tuple[str, float, float | None] | str:
+def activation_of(module: Any, gated: bool, cache: dict[Any, Any]) -> tuple[str, float, float | None] | str:
     """(act, alpha, limit) of the one member of the table that the module's activation computes, or a sentence."""
     generator = torch.Generator().manual_seed(20)
     rows = torch.tensor([0.3, 1.0, 3.0, 10.0, 100.0, 3e3, 1e6], dtype=torch.float64).repeat_interleave(8)

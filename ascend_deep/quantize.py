@@ -21,7 +21,7 @@ from ascend_deep.quantize_readers import output_layers, read_by_others, shared_s
 from ascend_deep.quantize_recipes import Recipe
 from ascend_deep.quantized_modules import QuantizedExperts, QuantizedLinear, QuantizedModule
 
-__all__ = ["EXCLUDED", "Quantized", "calc_diff", "experts", "linears", "release"]
+__all__ = ["EXCLUDED", "Quantized", "Refused", "calc_diff", "experts", "linears", "put", "release"]
 
 EXCLUDED = ("lm_head", "output_layer", "gate", "router", "shared_expert_gate", "score", "classifier")
 """What is not quantised by default: output layers, and routers, whose choice of experts a rounding changes."""
@@ -85,8 +85,8 @@ def linears(
     shared, read, outputs = shared_storage(model), read_by_others(model), output_layers(model)
     taken = tuple(taken)
     for path, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
+        if not isinstance(module, nn.Linear) or type(module).__module__ == "transformers.integrations.finegrained_fp8":
+            continue  # quantised by transformers: see quantize_adopt
         kind = type(module).__name__
         reason = _excluded(path, exclude, module in outputs) or _unfit(path, module, shared, read, recipe, taken)
         if reason is None:
@@ -159,7 +159,7 @@ def _quantise_linear(model: nn.Module, path: str, module: nn.Linear, recipe: Rec
         path, type(module).__name__, recipe, calc_diff(new.dequantize(), weight), calc_diff(got, wanted),
         weight.nbytes, data.nbytes + scales.nbytes,
     )  # fmt: skip
-    _put(model, module, new, keep_master)
+    put(model, module, new, keep_master)
     return entry
 
 
@@ -233,7 +233,7 @@ def _quantise_experts(
         path, type(module).__name__, recipe, error, calc_diff(new(x, ids, weights), wanted),
         sum(w.nbytes for w in stored), sum(t.nbytes for t in (d13, s13, d2, s2)),
     )  # fmt: skip
-    _put(model, module, new, keep_master)
+    put(model, module, new, keep_master)
     return entry
 
 
@@ -245,7 +245,7 @@ def _places(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, st
                 yield parent, name
 
 
-def _put(model: nn.Module, module: nn.Module, new: QuantizedModule, keep_master: bool) -> None:
+def put(model: nn.Module, module: nn.Module, new: QuantizedModule, keep_master: bool) -> None:
     """``new`` at every place where ``module`` is."""
     if keep_master:
         new.master.append(module)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KINDS", "Recipe", "recipe_for"]
+__all__ = ["KINDS", "Recipe", "alignment_of", "recipe_for", "target_of"]
 
 KINDS = ("fp8", "fp4")
 
@@ -101,7 +101,7 @@ def recipe_for(kind: str, target: str, model: nn.Module) -> Recipe:
     """
     if kind not in KINDS:
         raise ValueError(f"prepare: quantize is {kind!r}; accepted are 'fp8' and 'fp4'.")
-    name = _target_of(model) if target in ("auto", "cuda") else _SAME.get(target, target)
+    name = target_of(model) if target in ("auto", "cuda") else _SAME.get(target, target)
     if (kind, name) in _WITHOUT:
         raise ValueError(f"prepare: quantize is {kind!r} and the target {name}: {_WITHOUT[kind, name]}.")
     if (kind, name) not in _RECIPES:
@@ -110,7 +110,13 @@ def recipe_for(kind: str, target: str, model: nn.Module) -> Recipe:
     return _RECIPES[kind, name]
 
 
-def _target_of(model: nn.Module) -> str:
+def alignment_of(target: str) -> int:
+    """Rows of an expert start at multiples of this on ``target``."""
+    return next((r.alignment for (_, name), r in _RECIPES.items() if name == target), 128)
+
+
+def target_of(model: nn.Module) -> str:
+    """The name of the device that the parameters of ``model`` are on, as recipes are listed by it."""
     kinds = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     if not kinds:
         return "cpu"
