@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_deep.ops import _check, _mqa
+from ascend_deep.ops import _check, _mqa, _sf
 
 __all__ = ["FORMATS", "check_cache", "decode", "pages_of", "quantise", "storage_width"]
 
@@ -64,12 +64,6 @@ def pages_of(cache: Tensor) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[1] * cache.shape[3])
 
 
-def _power_of_two(codes: Tensor) -> Tensor:
-    bits = codes.to(torch.int32) << 23
-    bits = torch.where(codes == 0, 0x00400000, bits)
-    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
-
-
 def decode(pages: Tensor, fmt: str, depth: int) -> Tensor:
     """Pages [N, block_kv, 1, W] to keys [N, block_kv, D], f32 (f64 for a plain f64 cache)."""
     count, block = pages.shape[0], pages.shape[1]
@@ -81,19 +75,8 @@ def decode(pages: Tensor, fmt: str, depth: int) -> Tensor:
     scales = flat[:, block * width :].reshape(count, block, -1).contiguous()
     if fmt == "fp8":
         return _mqa.dequantise(data.view(_mqa.FP8), scales.view(torch.float32))
-    sf = _power_of_two(scales[:, :, : depth // GRAN])
+    sf = _sf.decode_ue8m0(scales[:, :, : depth // GRAN])
     return _mqa.dequantise(data if fmt == "fp4_ue8m0" else data.view(_mqa.FP8), sf)
-
-
-def _e2m1_codes(x: Tensor) -> Tensor:
-    """Round to nearest, ties to the even code; saturates at 6; -0 becomes +0; NaN becomes the largest number."""
-    magnitude = x.abs()
-    code = torch.full(x.shape, 7, dtype=torch.uint8, device=x.device)
-    # Midpoints between neighbours of the grid; an odd code below a midpoint gives way to the even one above it.
-    for n, middle in reversed(tuple(enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)))):
-        below = magnitude <= middle if n % 2 == 0 else magnitude < middle
-        code = torch.where(below, n, code)
-    return torch.where((x < 0) & (code > 0), code | 8, code).to(torch.uint8)
 
 
 def quantise(kv: Tensor, fmt: str, scale_bytes: int) -> tuple[Tensor, Tensor]:
@@ -118,6 +101,6 @@ def quantise(kv: Tensor, fmt: str, scale_bytes: int) -> tuple[Tensor, Tensor]:
         scales[:, : depth // GRAN] = exponent.to(torch.uint8)
     values = (grouped * (1.0 / scale).unsqueeze(-1)).flatten(1)
     if fmt == "fp4_ue8m0":
-        codes = _e2m1_codes(values)
+        codes = _sf.e2m1_codes(values)
         return codes[:, 0::2] | (codes[:, 1::2] << 4), scales
     return values.clamp(-448.0, 448.0).to(_mqa.FP8).view(torch.uint8), scales
