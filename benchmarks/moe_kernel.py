@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -153,17 +154,19 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Times of every call, one of each and then the next turn.
+    """Times of every call, one of each and then the next turn, in another order (always the same ones).
 
     Each call comes right after the read of another large tensor: contenders share their weights, and the one that
-    follows another would find part of them in the caches.
+    follows another would find part of them in the caches. What the read leaves there depends on who came before, so
+    that no contender always follows the same one.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     other = torch.randn(_READ)
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name in order.sample(list(calls), len(calls)):
             other.sum()
-            times[name].append(timed(call))
+            times[name].append(timed(calls[name]))
     return times
 
 

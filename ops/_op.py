@@ -164,6 +164,11 @@ def _taken(name: str, key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
 
 
 def _debugging() -> bool:
+    # os.environ decodes in Python, which costs a call whose code is not in the caches more than the checks do. Where
+    # it keeps its bytes in a dict, that is read.
+    raw = getattr(os.environ, "_data", None)
+    if type(raw) is dict and os.name == "posix":
+        return raw.get(b"ASCEND_DEEP_DEBUG") == b"1"
     return os.environ.get("ASCEND_DEEP_DEBUG") == "1"
 
 

@@ -128,8 +128,8 @@ void run(const Experts& a, const Kernels& isa) {
 
 Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights, const Tensor& w13,
                    const std::optional<Tensor>& b13, const Tensor& w2, const std::optional<Tensor>& b2,
-                   const std::optional<Tensor>& w3, const std::string& act, double alpha, std::optional<double> limit, bool interleaved,
-                   const std::string& weight_layout, bool weight_on_input, int64_t expert_offset,
+                   const std::optional<Tensor>& w3, const std::string& act, double alpha, std::optional<double> limit,
+                   bool interleaved, const std::string& weight_layout, bool weight_on_input, int64_t expert_offset,
                    std::optional<ScalarType> out_dtype) {
   check_dim(x_in, "x", 2);
   check_dim(idx, "idx", 2);
@@ -202,8 +202,7 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
   a.weight_on_input = weight_on_input;
   a.out_dtype = out_type == ScalarType::Float ? kF32 : kBF16;
 
-  const int64_t shape[2] = {tokens, hidden};
-  Tensor out = torch::stable::empty({shape, 2}, out_type, std::nullopt, x.device());
+  Tensor out = empty_matrix(tokens, hidden, out_type);
   if (tokens == 0 || hidden == 0) return out;
   const Kernels& isa = kernels();
   const Rows rows = sort_rows(idx, weights, expert_offset, experts, a.w13.sk != 1 || a.w2.sk != 1, isa);
@@ -228,8 +227,8 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& idx, const Tensor& weights,
 STABLE_TORCH_LIBRARY_FRAGMENT(ascend_deep_cpu, m) {
   m.def(
       "moe_experts(Tensor x, Tensor idx, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, "
-      "Tensor? w3=None, *, str act, float alpha, float? limit, bool interleaved, str weight_layout, bool weight_on_input, int expert_offset, "
-      "ScalarType? out_dtype) -> Tensor");
+      "Tensor? w3=None, *, str act, float alpha, float? limit, bool interleaved, str weight_layout, "
+      "bool weight_on_input, int expert_offset, ScalarType? out_dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ascend_deep_cpu, CPU, m) { m.impl("moe_experts", TORCH_BOX(&moe_experts)); }

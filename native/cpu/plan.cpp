@@ -2,6 +2,16 @@
 
 namespace ascend_deep_cpu {
 
+Tensor empty_matrix(int64_t rows, int64_t columns, ScalarType type) {
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, "empty_matrix: ", name_of(type));
+  const int64_t sizes[2] = {rows, columns}, strides[2] = {columns > 1 ? columns : 1, 1};
+  const int32_t dtype = type == ScalarType::Float ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 std::string name_of(ScalarType type) {
   switch (type) {
     case ScalarType::Float: return "float32";

@@ -1,6 +1,7 @@
 // Checks of arguments that the bindings share, per-thread scratch, and the sharing out of work. Generic code only.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -52,6 +53,9 @@ inline void* thread_scratch(size_t bytes) {
   return w.at_least(bytes);
 }
 
+// An uninitialised contiguous matrix, float32 or bfloat16. torch::stable::empty looks its op up by name, which a call
+// that finds its code out of the caches feels.
+Tensor empty_matrix(int64_t rows, int64_t columns, ScalarType type);
 std::string name_of(ScalarType type);
 std::string shape_of(const Tensor& t);
 // The dtype code of a float32, bfloat16 or float16 tensor; an error that names `what` for any other.

@@ -22,9 +22,13 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying_by_medians() -> None
 
 
 def test_calls_take_turns() -> None:
-    order: list[str] = []
-    times = in_turns({n: lambda n=n: order.append(n) for n in "abc"}, 3)  # type: ignore[misc]
-    assert order == list("abc" * 3) and {n: len(t) for n, t in times.items()} == {"a": 3, "b": 3, "c": 3}
+    orders: list[list[str]] = [[], []]
+    for order in orders:
+        times = in_turns({n: lambda n=n, o=order: o.append(n) for n in "abc"}, 5)  # type: ignore[misc]
+        assert {n: len(t) for n, t in times.items()} == {"a": 5, "b": 5, "c": 5}
+    turns = ["".join(orders[0][i : i + 3]) for i in range(0, 15, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns) and len(set(turns)) > 1
+    assert orders[0] == orders[1], "a second run must have the same order"
 
 
 @pytest.mark.skipif(CPU.unavailable() is not None, reason="needs the C++ kernels")
