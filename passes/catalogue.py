@@ -21,6 +21,7 @@ __all__ = ["NAMES", "TRIGGERS", "is_candidate", "load", "products"]
 _TABLE: Mapping[str, tuple[str, str]] = {
     "experts_grouped": ("ascend_deep.passes.experts_grouped", "RECOGNISER"),
     "experts_batched": ("ascend_deep.passes.experts_batched", "RECOGNISER"),
+    "experts_unrolled": ("ascend_deep.passes.experts_unrolled", "RECOGNISER"),
     "router": ("ascend_deep.passes.router", "RECOGNISER"),
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),

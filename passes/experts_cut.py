@@ -25,7 +25,7 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import Term, size
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["between", "bias_role", "cut_routed", "outputs_of", "read_by"]
+__all__ = ["between", "bias_role", "cut_routed", "outputs_of", "read_by", "settle"]
 
 
 # What may happen to the rows of the second product on their way to the sum over a token's experts.
@@ -383,7 +383,7 @@ def outputs_of(
     wanted, wide = tokens * hidden, rows * hidden
     table = view.terms
     if second.kind == "dense" and second.term.numel == wanted:  # the product sums over experts as well
-        return _settle(view, second.term.nodes[0], (tokens, hidden), x)
+        return settle(view, second.term.nodes[0], (tokens, hidden), x)
     pending = list(second.term.nodes)
     seen: set[fx.Node] = set(pending)
     sums: list[fx.Node] = []
@@ -412,14 +412,14 @@ def outputs_of(
         why = others[0] if others else "no sum over the experts of a token follows"
         return Refusal(f"the experts' outputs are not summed per token: {why}.", second.term.node)
     end = min(sums, key=view.order.__getitem__)
-    return _settle(view, end, (tokens, hidden), x)
+    return settle(view, end, (tokens, hidden), x)
 
 
 def _accumulates(node: fx.Node) -> bool:
     return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False))
 
 
-def _settle(view: GraphView, end: fx.Node, flat: tuple[Any, Any], x: Term) -> list[fx.Node] | Refusal:
+def settle(view: GraphView, end: fx.Node, flat: tuple[Any, Any], x: Term) -> list[fx.Node] | Refusal:
     """``end`` in a shape that can be emitted, and the cast of it if that is its only use; largest first."""
     table = view.terms
     good = (tuple(size(s) for s in flat), x.shape)

@@ -27,7 +27,7 @@ from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.normal_form import Term
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["cut_dense", "is_weighed"]
+__all__ = ["cut_dense", "distinct_ids", "is_weighed"]
 
 # Functions of one score that may stand between the scatter of the chosen scores and the experts.
 _SCORE_CALLS = frozenset({"aten.sigmoid", "aten._to_copy", "aten.tanh", "aten.exp", "aten.relu"})
@@ -84,7 +84,8 @@ def _cut_pair(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refu
             slots = 1 if ids.numel == tokens else ids.shape[-1]
             if not isinstance(slots, int):
                 continue
-            more = {"kind": "dense", "slots": slots, "score": json.dumps(chain), "repeats": not _distinct(ids, slots)}
+            more = {"kind": "dense", "slots": slots, "score": json.dumps(chain)}
+            more["repeats"] = not distinct_ids(ids, slots)
             cuts += _cut(view, name, outputs, {**known, "idx": ids, "weights": weights}, {**hints, **more})
     assert scores.node is not None
     if dispatch is not None and scores.shape[:1] != (tokens,):
@@ -279,7 +280,7 @@ def _call_text(term: Term) -> list[Any] | None:
     return [str(node.target), {}]
 
 
-def _distinct(ids: Term, slots: int) -> bool:
+def distinct_ids(ids: Term, slots: int) -> bool:
     """True if no row of ``ids`` can hold an id twice."""
     term = ids
     while term.op in ("Reshape", "Cast"):

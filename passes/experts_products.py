@@ -17,8 +17,10 @@ __all__ = [
     "Pair",
     "Product",
     "arrangements",
+    "below",
     "divide",
     "expert_product",
+    "fused_product",
     "impure_between",
     "moved",
     "pair_of",
@@ -83,7 +85,7 @@ def expert_product(term: Term) -> Product | None:
         rows, weight, offs = term.args
         return Product(term, rows, weight, stored_weight(weight), offs=offs) if len(weight.shape) == 3 else None
     if term.op == "aten.add":
-        inner = _fused_product(term)
+        inner = fused_product(term)
         found = expert_product(inner) if inner is not None else None
         return None if found is None else replace(found, term=term)
     if term.op not in ("Gemm", "Einsum"):
@@ -111,7 +113,7 @@ def _is_stored(term: Term, through: tuple[str, ...] = ("Cast", "Reshape")) -> bo
     return term.op in ("placeholder", "get_attr")
 
 
-def _fused_product(term: Term) -> Term | None:
+def fused_product(term: Term) -> Term | None:
     """The product inside a sum that one call computes (baddbmm, addmm), or ``None``."""
     if term.op != "aten.add":
         return None
@@ -142,7 +144,7 @@ def pair_of(term: Term) -> Pair | None:
     if second is None:
         return None
     found: list[Product] = []
-    for inner in _below(second.rows):
+    for inner in below(second.rows):
         product = expert_product(inner)
         if product is None or product.kind != second.kind or product.stored is second.stored:
             continue
@@ -189,13 +191,13 @@ def _experts(product: Product) -> Any:
     return product.stored.shape[0]
 
 
-def _below(term: Term, limit: int = 48) -> Iterator[Term]:
+def below(term: Term, limit: int = 48) -> Iterator[Term]:
     """Products that feed ``term`` with no other product between, nearest first."""
     seen = {term.number}
     pending = [term]
     while pending and len(seen) < limit:
         current = pending.pop(0)
-        if current is not term and (current.op in _PRODUCTS or _fused_product(current) is not None):
+        if current is not term and (current.op in _PRODUCTS or fused_product(current) is not None):
             yield current
             continue
         if current.op in _NEVER_BETWEEN:

@@ -109,6 +109,9 @@ class Program:
                     for k, v in node.kwargs.items()
                     if k != "pin_memory"
                 }
+                if _takes_one(node):
+                    # A position is no size. Keyword arguments are not replaced.
+                    args, kwargs = args[:2], {"start": args[2], "end": args[3]}
                 value = node.meta.get("val")
                 if op_name(node) in _DEFAULT_DTYPE and kwargs.get("dtype") is None and value.is_floating_point():
                     kwargs["dtype"] = value.dtype
@@ -186,6 +189,14 @@ def _encode(a: Any, index: Mapping[fx.Node, int]) -> Any:
     if isinstance(a, torch.SymInt):
         return Size(str(a.node.expr))
     return a
+
+
+def _takes_one(node: fx.Node) -> bool:
+    """True for ``x[:, e : e + 1]`` with a number e that is not negative."""
+    if op_name(node) != "aten.slice" or len(node.args) != 4 or node.kwargs:
+        return False
+    start, end = node.args[2:4]
+    return type(start) is int and type(end) is int and start >= 0 and end == start + 1
 
 
 def reads_shape_only(node: fx.Node) -> bool:

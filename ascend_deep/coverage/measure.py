@@ -31,7 +31,7 @@ __all__ = ["FamilyBench"]
 # Relative to the largest value. Outputs pass two layers in float32; gradients sum over tokens in another order.
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 2e-4, 2e-3
 
-_RECOGNISERS = {"moe_route": ("router",), "moe_experts": ("experts_grouped", "experts_batched")}
+_RECOGNISERS = {"moe_route": ("router",), "moe_experts": ("experts_grouped", "experts_batched", "experts_unrolled")}
 _NOTHING = {
     "moe_route": "No choice of experts by score (topk, max, argmax or sort over the experts) is in a compiled graph.",
     "moe_experts": "No experts in a form that the recognisers know (grouped, batched or dense products) are in a "
