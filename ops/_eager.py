@@ -33,13 +33,16 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ..
         if a is None:
             key.append(None)
         elif type(a) in _PLAIN:
-            key += (a.dtype, a.shape, a.stride(), a.device)
+            key += (a.dtype, a.shape, a.stride(), a.get_device())
         else:
             return None
-    for value in kwargs.values():
+    for name, value in kwargs.items():
         if not isinstance(value, _SCALARS):
-            return None
-    return (*key, *kwargs.items())
+            if type(value) not in (tuple, list) or not all(type(v) is int for v in value):
+                return None
+            value = tuple(value)  # block sizes
+        key += (name, value)
+    return tuple(key)
 
 
 def nothing_between(args: tuple[Any, ...], device: str = "cpu") -> bool:

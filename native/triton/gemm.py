@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.triton import gemm_vector
 from ascend_deep.native.triton.gemm_kernels import gemm_kernel, sum_kernel
-from ascend_deep.native.triton.gemm_plan import Tile, tile_for
+from ascend_deep.native.triton.gemm_plan import DECODE_ROWS, Tile, parts_for, tile_for, vector_for
 from ascend_deep.native.triton.launch import Rows
 from ascend_deep.native.triton.launch import launch as launch_kernel
 from ascend_deep.native.triton.plan import power_of_two
@@ -96,6 +97,11 @@ def launch(
     groups = b.shape[0] if b.dim() == 3 else 1
     if m == 0 or n == 0 or groups == 0:
         return
+    if m == 1 and grouping == DENSE and tile is None and gemm_vector.takes(b, scales):
+        plan = vector_for(n, k, b.element_size())
+        if plan is not None:
+            gemm_vector.vector(a, b, c, out, alpha, scales, plan)
+            return
     rows = m if grouping == DENSE else max(1, expected or -(-m // groups))
     tile = tile or tile_for(rows, n, k, scaled=scales is not None, groups=groups, grouped=grouping != DENSE)
     if grouping == LABELS:
@@ -226,8 +232,22 @@ def gemm_scaled(
     """The op ``gemm_scaled`` for fp8 operands and scales per 128 elements of K."""
     left, right = _logical(a, b, layout)
     out = a.new_empty((left.shape[0], right.shape[0]), dtype=_dtype(c, out_dtype))
-    launch(left, right, c, out, alpha=alpha, scales=(sfa, sfb))
+    if c is None and alpha in (None, 1.0) and _for_warp_groups(left, right, sfb, out):
+        from ascend_deep.native.triton.gemm_fp8 import gemm_fp8
+
+        gemm_fp8(left, sfa, right, sfb, out, parts=parts_for(*out.shape))
+    else:
+        launch(left, right, c, out, alpha=alpha, scales=(sfa, sfb))
     return out
+
+
+def _for_warp_groups(a: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> bool:
+    """Whether the fp8 kernel of Hopper takes a [M, K] and b [N, K]."""
+    rows = out.shape[0] > DECODE_ROWS and out.dtype == torch.bfloat16 and out.shape[1] % 8 == 0
+    blocks = sfb.shape[0] == -(-b.shape[0] // 128) and b.shape[0] > 1
+    if not rows or not blocks or torch.cuda.get_device_capability(a.device) != (9, 0):
+        return False
+    return all(x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
 
 
 def _grouped(
