@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_deep.ops import _check
+from ascend_deep.ops import _check, _sf
 
 __all__ = [
-    "E2M1",
     "FP4_STORAGE",
     "FP8",
     "add_mask",
@@ -47,7 +46,6 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 FP4_STORAGE = (torch.int8, torch.uint8)
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def is_quantised(operand: Tensor) -> bool:
@@ -154,13 +152,7 @@ def _is_one(size: Any) -> bool:
 
 def dequantise(operand: Tensor, sf: Tensor | None) -> Tensor:
     """The operand as numbers: f32, f64 for f64; each value is exact before its scale, and rounded once after it."""
-    if operand.dtype in FP4_STORAGE:
-        codes = operand.view(torch.uint8)
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        grid = torch.tensor([*E2M1, *(-v for v in E2M1)], device=operand.device)
-        values = grid[codes.long()]
-    else:
-        values = operand.to(_check.compute_dtype(operand.dtype))
+    values = _sf.values(operand) if is_quantised(operand) else operand.to(_check.compute_dtype(operand.dtype))
     if sf is None:
         return values
     groups = sf.shape[-1]

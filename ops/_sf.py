@@ -135,8 +135,12 @@ def values(x: Tensor) -> Tensor:
     if not is_fp4(x):
         return x.to(torch.float32)
     pairs = x.view(torch.uint8)
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    return torch.tensor([*E2M1, *(-v for v in E2M1)], device=x.device)[codes.long()]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int32)
+    # By bits, since a table would be copied to the device at every call. Exponents 1 to 3 have bias 1; 1 is one half.
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    bits = torch.where(exponent == 0, mantissa * 0x3F000000, ((exponent + 126) << 23) | (mantissa << 22))
+    magnitude = bits.view(torch.float32)
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def owned(x: Tensor) -> Tensor:
@@ -174,18 +178,22 @@ def check_sf(
     """
     gran_mn, gran_k = check_gran(op, recipe, gran)
     _check.dtypes(op, name, sf, SF_DTYPES)
-    groups = ceil_div(k, gran_k)
-    rows, columns = ceil_div(mn, gran_mn), groups
-    shape = f"[{', '.join((*('G' for _ in lead), 'ceil(MN / gran_mn)', 'ceil(K / gran_k)'))}]"
-    if sf.dtype in WORDS:
+    packed = WORDS.get(sf.dtype)
+    rows, columns = ceil_div(mn, gran_mn), ceil_div(k, gran_k)
+    if packed:
         if gran_mn != 1:
             raise ValueError(
                 f"{op}: {name} has packed scales, {_name(sf.dtype)}, one per row, but {recipe} says {gran_mn} rows per "
                 f"scale; it must be 1, or {name} float32."
             )
-        columns = ceil_div(groups, WORDS[sf.dtype])
-        shape = f"[{', '.join((*('G' for _ in lead), 'MN', f'ceil(ceil(K / gran_k) / {WORDS[sf.dtype]})'))}]"
-    _check.rank(op, name, sf, shape, len(lead) + 2)
+        columns = ceil_div(columns, packed)
+    wanted = (*lead, rows, columns)
+    # The ordinary case, before any message is made up. Comparing symbolic sizes like this would add guards.
+    if all(type(size) is int for size in (*sf.shape, *wanted)) and tuple(sf.shape) == wanted:
+        return
+    last = f"ceil(ceil(K / gran_k) / {packed})" if packed else "ceil(K / gran_k)"
+    shape = f"[{', '.join((*('G' for _ in lead), 'MN' if packed else 'ceil(MN / gran_mn)', last))}]"
+    _check.rank(op, name, sf, shape, len(wanted))
     for dim, size in enumerate(lead):
         _check.size(op, f"size {dim} of {name}", sf.shape[dim], size, "that of its operand")
     source = f"{recipe} = ({gran_mn}, {gran_k}) wants {shape}, which"

@@ -585,3 +585,15 @@ def test_inductor_keeps_the_strides_of_packed_scales() -> None:
     x = torch.randn(5, 300)
     (d, sf), (wanted, wanted_sf) = torch.compile(f, backend="inductor", fullgraph=True)(x), f(x)
     assert sf.stride() == wanted_sf.stride() == (1, 8) and sf.equal(wanted_sf) and d.equal(wanted)
+
+
+def test_sizes_and_strides_beyond_two_to_the_31() -> None:
+    x = torch.empty(2**17, 2**16, device="meta")
+    x8, sf = ops.quant_fp8(x, gran=(1, 32), ue8m0=True, sf_format="ue8m0x4")
+    assert x8.shape == x.shape and sf.shape == (2**17, 2**9) and sf.stride() == (1, 2**17)
+    x4, sf = ops.quant_fp4(x[:-1], sf_format="ue8m0x2")
+    assert x4.shape == (2**17 - 1, 2**15) and sf.shape == (2**17 - 1, 2**10) and sf.stride() == (1, 2**17 - 1)
+    d = ops.gemm_scaled(x8, sf.new_empty(2**17, 2**10), x4, sf, recipe_a=(1, 32), recipe_b=(1, 32))
+    assert d.shape == (2**17, 2**17 - 1) and d.dtype == torch.bfloat16
+    stacked = torch.empty(3, 2**16, 2**16, device="meta").transpose(1, 2)
+    assert ops.dequant(*ops.quant_fp8(stacked, gran=(128, 128)), gran=(128, 128)).stride() == (2**32, 2**16, 1)
