@@ -49,7 +49,14 @@ def _claims(report: Report) -> Iterator[tuple[str, str]]:
     for miss in report.misses:
         yield miss.module, _claimed(miss.recogniser)
     for call in report.own_calls:
-        yield call.module, "experts" if call.op == "moe_experts" else "router" if call.op == "moe_route" else "other"
+        yield call.module, _called(call.op)
+
+
+def _called(op: str) -> str:
+    # Experts are called whole, or as the steps that quantised ones are made of.
+    if op in ("moe_experts", "moe_permute", "moe_combine") or op.startswith("m_grouped_gemm"):
+        return "experts"
+    return "router" if op == "moe_route" else "other"
 
 
 def _claimed(recogniser: str) -> str:
