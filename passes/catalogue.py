@@ -26,6 +26,8 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
+    "fp8_linear": ("ascend_deep.passes.fp8_linear", "RECOGNISER"),
+    "scaled_mm": ("ascend_deep.passes.fp8_linear", "SCALED_MM"),
     "upcast_matmul": ("ascend_deep.passes.upcast_matmul", "RECOGNISER"),
     "linear": ("ascend_deep.passes.linear", "RECOGNISER"),
 }
@@ -62,7 +64,9 @@ def is_candidate(node: fx.Node, names: Collection[str] = ()) -> bool:
     name = _call_name(node)
     if name in TRIGGERS or (name in ("getitem", "__getitem__", "slice") and _is_half(node)):
         return True
-    return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul"))
+    if any(n in ("fp8_linear", "quantise") for n in names) and _reads_fp8(node, name):
+        return True
+    return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul", "scaled_mm"))
 
 
 def products(gm: fx.GraphModule, names: Collection[str]) -> dict[str, int]:
@@ -76,12 +80,21 @@ def _call_name(node: fx.Node) -> str:
 
 def _is_product(node: fx.Node, recogniser: str) -> bool:
     """A product of bfloat16 tensors (``linear``), or of one that was converted just before (``upcast_matmul``)."""
+    if recogniser == "scaled_mm":
+        return node.op == "call_function" and _call_name(node) == "_scaled_mm"
     if node.op not in ("call_function", "call_method") or _call_name(node) not in _PRODUCTS:
         return False
     operands = node.all_input_nodes[:2]
     if recogniser == "linear":
         return any(_dtype(n) == torch.bfloat16 for n in operands)
     return recogniser == "upcast_matmul" and any(_was_half(n) for n in operands)
+
+
+def _reads_fp8(node: fx.Node, name: str) -> bool:
+    """A conversion to FP8 or from it."""
+    if name not in _UPCASTS:
+        return False
+    return any(_dtype(n) == torch.float8_e4m3fn for n in (node, *node.all_input_nodes[:1]))
 
 
 def _was_half(node: fx.Node) -> bool:

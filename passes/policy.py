@@ -23,6 +23,7 @@ class Row:
     why: str
 
 
+_SAME_WORK = "torch's own product does the same work"
 _SAME_UNITS = "torch's own product runs on the same matrix units"
 
 # recogniser -> device type -> row. Recognisers that are not listed run everywhere; devices that are not listed do not
@@ -38,10 +39,15 @@ POLICY: Mapping[str, Mapping[str, Row]] = {
         "cuda": Row(False, _SAME_UNITS),
         "npu": Row(False, f"{_SAME_UNITS}, as far as is known without a measurement"),
     },
+    "scaled_mm": {
+        "cpu": Row(False, _SAME_WORK),
+        "cuda": Row(False, _SAME_UNITS),
+        "npu": Row(True, "DeepGEMM-Ascend has this product, and no kernel of torch._scaled_mm is known there"),
+    },
     "grouped_mm": {
-        "cpu": Row(False, "torch's own grouped product does the same work"),
-        "cuda": Row(False, "torch's own grouped product does the same work"),
-        "npu": Row(False, "torch's own grouped product does the same work, as far as is known without a measurement"),
+        "cpu": Row(False, _SAME_WORK),
+        "cuda": Row(False, _SAME_WORK),
+        "npu": Row(False, f"{_SAME_WORK}, as far as is known without a measurement"),
     },
 }
 
