@@ -59,7 +59,10 @@ FUSED = _match("experts_batched", "moe_experts", "layers.0.mlp.experts")
         (_report(matches=(ROUTED,), misses=(Miss("experts_grouped", "layers.0.mlp.experts", "", "no."),)), []),
         (_report(matches=(ROUTED,), own_calls=(OwnCall("moe_experts", "layers.0.mlp.experts", ""),)), []),
         (_report(matches=(ROUTED,), own_calls=(OwnCall("m_grouped_gemm_scaled", "layers.0.mlp.experts", ""),)), []),
-        (_report(matches=(ROUTED,), own_calls=(OwnCall("gemm_scaled", "layers.0.mlp.experts", ""),)), ["layers.0.mlp.experts"]),
+        (
+            _report(matches=(ROUTED,), own_calls=(OwnCall("gemm_scaled", "layers.0.mlp.experts", ""),)),
+            ["layers.0.mlp.experts"],
+        ),
         (_report(matches=(_match("swiglu", "swiglu", "layers.0.mlp.experts"),)), ["layers.0.mlp"]),
         (_report(misses=(Miss("router", "layers.0.mlp.router", "", "no."),)), ["layers.0.mlp.experts"]),
     ],
