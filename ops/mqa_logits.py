@@ -74,7 +74,7 @@ def mqa_logits(
         ValueError, TypeError: one sentence that names the argument.
     """
     if q.dim() == 3:
-        out = mqa_logits(
+        single = mqa_logits(
             q.unsqueeze(0),
             kv.unsqueeze(0),
             weights.unsqueeze(0),
@@ -86,7 +86,7 @@ def mqa_logits(
             clean=clean,
             out_dtype=out_dtype,
         )
-        return out.squeeze(0)
+        return single.squeeze(0)
     out: Tensor = call(
         _OP,
         q,

@@ -99,8 +99,9 @@ def make_contiguous(call: fx.Node, fake_mode: Any) -> fx.Node:
     of the users. Elsewhere nothing changes. Returns the node that the users read.
     """
     q, kv = call.args[0].meta["val"], call.args[2].meta["val"]  # type: ignore[union-attr]
+    out_dtype: Any = call.kwargs["out_dtype"]
     with fake_mode if fake_mode is not None else nullcontext():
-        value = logits_rows.empty_scores(q, kv, call.kwargs["max_seqlen_k"], call.kwargs["out_dtype"])
+        value = logits_rows.empty_scores(q, kv, call.kwargs["max_seqlen_k"], out_dtype)
     call.meta["val"] = value
     if not logits_rows.padded(q.device.type, q.dtype, kv.dtype, call.kwargs["max_seqlen_k"], value.dtype):
         return call

@@ -116,9 +116,12 @@ class MqaIndexer:
         if solution.op == "mqa_logits":
             attrs["out_dtype"] = getattr(torch, attrs["out_dtype"])
             out = build.call(torch.ops.ascend_deep.mqa_logits.default, *args, **attrs)
-            values = [node.meta.get("val") for node in (q, kv, out)]
-            if all(isinstance(v, Tensor) for v in values) and logits_rows.padded(
-                values[0].device.type, values[0].dtype, values[1].dtype, 0, values[2].dtype
+            of_q, of_kv, value = (node.meta.get("val") for node in (q, kv, out))
+            if (
+                isinstance(of_q, Tensor)
+                and isinstance(of_kv, Tensor)
+                and isinstance(value, Tensor)
+                and logits_rows.padded(of_q.device.type, of_q.dtype, of_kv.dtype, 0, value.dtype)
             ):
                 # The block's scores are contiguous.
                 out = build.call(_aten.clone.default, out, memory_format=torch.contiguous_format)

@@ -170,7 +170,7 @@ def _mqa_topk(
     scale: float,
     **attributes: Any,
 ) -> tuple[Tensor, Tensor]:
-    from ascend_deep.native.triton.indexer import Values, topk_of_blocks
+    from ascend_deep.native.triton.indexer import Values, cut, topk_of_blocks
 
     row = _platform(q)
     assert row is not None
@@ -178,13 +178,13 @@ def _mqa_topk(
     def fill(b: slice, s: slice) -> Values:
         given = indexer.operands(
             row,
-            q[:, s],
-            None if q_sf is None else q_sf[:, s],
+            cut(q, b, s),
+            cut(q_sf, b, s),
             kv,
             kv_sf,
-            weights[:, s],
-            None if ks is None else ks[:, s],
-            None if ke is None else ke[:, s],
+            cut(weights, b, s),
+            cut(ks, b, s),
+            cut(ke, b, s),
             scale,
         )
         out = indexer.raw_logits(_library(), row, given, columns=0)

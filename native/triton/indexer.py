@@ -18,15 +18,17 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ascend_deep.native.logits_rows import empty_scores
-from ascend_deep.native.triton.launch import Rows, launch, on_device
+from ascend_deep.native.triton.launch import Rows, key_of, launch, on_device, repeat
 from ascend_deep.native.triton.mqa_logits import logits_kernel
 from ascend_deep.native.triton.plan import MAX_BLOCK, Block, Long, Tile, block_for, long_for, power_of_two, tile_for
-from ascend_deep.native.triton.select import filter_kernel, pick_kernel, sample_kernel, select_kernel
+from ascend_deep.native.triton.select import select_kernel
+from ascend_deep.native.triton.select_long import filter_kernel, pick_kernel, sample_kernel
 
 __all__ = [
     "RANK_LAST_KEY",
     "WORKSPACE_BYTES",
     "Values",
+    "cut",
     "launch_logits",
     "mqa_logits",
     "mqa_topk",
@@ -82,6 +84,10 @@ def launch_logits(
         return
     if keys == 0:
         out.fill_(-torch.inf)
+        return
+    tensors = (q, q_sf, kv, kv_sf, weights, ks, ke, mask, out)
+    key = key_of(tensors, "logits", scale, compressed, clean, tile)
+    if repeat(key, tensors):
         return
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -144,7 +150,7 @@ def launch_logits(
         "STAGES": tile.stages,
         "num_warps": tile.warps,
     }
-    launch(logits_kernel, (blocks, triton.cdiv(span, chunk), batch), args, options)
+    launch(logits_kernel, (blocks, triton.cdiv(span, chunk), batch), args, options, (key, tensors))
 
 
 def mqa_logits(
@@ -202,6 +208,12 @@ def select_rows(
     topk = idx.shape[2]
     if idx.numel() == 0:
         return
+    # An unused pointer has to be one all the same.
+    out = (idx if scores is None else scores, idx)
+    given = (values.data, ks, ke)
+    key = key_of((*given, *out), "select", values.masked, scores is None, rank_last, plan)
+    if plan is None:
+        plan = block_for(columns) if columns <= MAX_BLOCK else long_for(batch * rows, columns, topk)
     options = {
         "HAS_KS": ks is not None,
         "HAS_KE": ke is not None,
@@ -209,41 +221,45 @@ def select_rows(
         "BARRED": RANK_LAST_KEY if rank_last else 0,
     }
     pitches = (*_pitch(values.data, 2), *_pitch(ks, 2, (0,)), *_pitch(ke, 2, (0,)))
-    # An unused pointer has to be one all the same.
-    out = (idx if scores is None else scores, idx)
-    out_pitches = (*_pitch(scores, 2), *_pitch(idx, 2))
-    wanted = scores is not None
-    if plan is None:
-        plan = block_for(columns) if columns <= MAX_BLOCK else long_for(batch * rows, columns, topk)
     programs = batch * rows
+    wanted = {"SCORES": scores is not None}
     if isinstance(plan, Block):
-        args: tuple[Any, ...] = (values.data, ks, ke, *out, columns, topk, rows, *pitches, *out_pitches)
-        even = {"SCORES": wanted, "EVEN": columns == plan.keys}
-        launch(select_kernel, (programs, 1, 1), args, {**_layouts(plan), **options, **even})
+        tensors = (*given, *out)
+        if not repeat(key, tensors):
+            args: tuple[Any, ...] = (*tensors, columns, topk, rows, *pitches, *_pitch(scores, 2), *_pitch(idx, 2))
+            constants = {**_layouts(plan), **options, **wanted, "EVEN": columns == plan.keys}
+            launch(select_kernel, (programs, 1, 1), args, constants, (key, tensors))
         return
     parts = triton.cdiv(columns, plan.segment)
     bounds = torch.empty(programs, dtype=torch.int32, device=idx.device)
     lists = torch.empty(programs, parts * plan.segment, dtype=torch.int16, device=idx.device)
     counts = torch.empty(programs, parts, dtype=torch.int32, device=idx.device)
+    sampled, filtered = (*given, bounds), (*given, bounds, lists, counts)
+    picked = (*filtered, *out)
+    if repeat((*key, 1), sampled) and repeat((*key, 2), filtered) and repeat((*key, 3), picked):
+        return
     launch(
         sample_kernel,
         (programs, 1, 1),
-        (values.data, ks, ke, bounds, columns, topk, rows, *pitches),
+        (*sampled, columns, topk, rows, *pitches),
         {**_sample_options(plan.sample, plan.pick.keys), **options},
+        ((*key, 1), sampled),
     )
     launch(
         filter_kernel,
         (programs, parts, 1),
-        (values.data, ks, ke, bounds, lists, counts, columns, rows, plan.segment, *pitches, lists.stride(0)),
-        {**_layouts(plan.filter), **options, "EVEN": columns % plan.filter.keys == 0},
+        (*filtered, columns, rows, plan.segment, *pitches, lists.stride(0)),
+        {**_filter_options(plan.filter), **options, "EVEN": columns % plan.filter.keys == 0},
+        ((*key, 2), filtered),
     )
+    ends = (lists.stride(0), *_pitch(scores, 2), *_pitch(idx, 2))
     launch(
         pick_kernel,
         (programs, 1, 1),
-        (values.data, ks, ke, bounds, lists, counts, *out, columns, topk, rows, plan.segment, parts, *pitches,
-         lists.stride(0), *out_pitches),
-        {**_layouts(plan.pick), **options, "SCORES": wanted},
-    )  # fmt: skip
+        (*picked, columns, topk, rows, plan.segment, parts, *pitches, *ends),
+        {**_layouts(plan.pick), **options, **wanted},
+        ((*key, 3), picked),
+    )
 
 
 @functools.cache
@@ -260,9 +276,14 @@ def _layouts(block: Block) -> dict[str, Any]:
 
 
 @functools.cache
+def _filter_options(block: Block) -> dict[str, Any]:
+    return {name: value for name, value in _layouts(block).items() if name != "SPREAD"}
+
+
+@functools.cache
 def _sample_options(block: Block, capacity: int) -> dict[str, Any]:
-    spread = _layouts(block)["SPREAD"]
-    return {"SAMPLE": block.keys, "CAPACITY": capacity, "SPREAD": spread, "num_warps": block.warps}
+    pairs = gl.BlockedLayout([2], [32], [block.warps], [0])
+    return {"SAMPLE": block.keys, "CAPACITY": capacity, "PAIRS": pairs, "num_warps": block.warps}
 
 
 def topk_of_blocks(
@@ -296,8 +317,8 @@ def topk_of_blocks(
                     fill(*at),
                     _part(ks, *at),
                     _part(ke, *at),
-                    None if scores is None else scores[at],
-                    idx[at],
+                    cut(scores, *at),
+                    cut(idx, *at),
                     rank_last=rank_last,
                 )
     if sorted and scores is not None:
@@ -305,13 +326,20 @@ def topk_of_blocks(
     return scores if scores is not None and return_scores else torch.empty(0, device=q.device), idx
 
 
+def cut(t: Any, b: slice, s: slice) -> Any:
+    """``t[b, s]`` of a tensor or ``None``; ``t`` itself where that is all of it."""
+    if t is None or (b.start == s.start == 0 and b.stop >= t.shape[0] and s.stop >= t.shape[1]):
+        return t
+    return t[b, s]
+
+
 def _part(t: Tensor | None, b: slice, s: slice, wide: int = 1) -> Tensor | None:
     """Block of a [B, S, …] tensor in which size 1 broadcasts (in B always, in S if ``wide`` is 2)."""
     if t is None:
         return None
-    if t.shape[0] != 1:
+    if t.shape[0] > b.stop - b.start:
         t = t[b]
-    return t if wide == 2 and t.shape[1] == 1 else t[:, s]
+    return t if s.stop - s.start >= t.shape[1] or (wide == 2 and t.shape[1] == 1) else t[:, s]
 
 
 def _by_score(scores: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,14 +369,15 @@ def mqa_topk(
     keys = kv.shape[1]
 
     def fill(b: slice, s: slice) -> Values:
-        part = q[b, s]
+        part = cut(q, b, s)
+        whole = b.stop - b.start >= kv.shape[0]
         work = torch.empty(part.shape[0], part.shape[1], keys, dtype=torch.int32, device=q.device)
         launch_logits(
             part,
-            None if q_sf is None else q_sf[b, s],
-            kv[b],
-            None if kv_sf is None else kv_sf[b],
-            weights[b, s],
+            cut(q_sf, b, s),
+            kv if whole else kv[b],
+            kv_sf if whole or kv_sf is None else kv_sf[b],
+            cut(weights, b, s),
             _part(ks, b, s),
             _part(ke, b, s),
             _part(mask, b, s, wide=2),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascend_deep.native.triton.launch import launch, on_device
+from ascend_deep.native.triton.launch import key_of, launch, on_device, repeat
 
 __all__ = ["fill_behind", "prepare"]
 
@@ -131,20 +131,24 @@ def prepare(
     elements = rows * heads
     most = max(0 if plain else elements, 0 if kv_sf is None else keys, rows if ks is not None or ke is not None else 0)
     if most:
-        args = (weights, q_sf, kv_sf, ks, ke, folded, scales, starts, ends, float(scale), elements, rows, keys, heads)
-        pitches = (
-            *weights.stride(),
-            *((0, 0) if q_sf is None else q_sf.stride()),
-            *(0 if t is None else t.stride(0) for t in (kv_sf, ks, ke)),
-        )
-        options = {
-            "FOLD": not plain,
-            "HAS_QSF": q_sf is not None,
-            "HAS_KVSF": kv_sf is not None,
-            "HAS_KS": ks is not None,
-            "HAS_KE": ke is not None,
-            "BLOCK": _BLOCK,
-        }
+        tensors = (weights, q_sf, kv_sf, ks, ke, folded, scales, starts, ends)
         with on_device(weights):
-            launch(_prepare_kernel, (triton.cdiv(most, _BLOCK), 1, 1), (*args, *pitches), options)
+            key = key_of(tensors, "prepare", scale)
+            if repeat(key, tensors):
+                return folded, scales, starts, ends
+            pitches = (
+                *weights.stride(),
+                *((0, 0) if q_sf is None else q_sf.stride()),
+                *(0 if t is None else t.stride(0) for t in (kv_sf, ks, ke)),
+            )
+            options = {
+                "FOLD": not plain,
+                "HAS_QSF": q_sf is not None,
+                "HAS_KVSF": kv_sf is not None,
+                "HAS_KS": ks is not None,
+                "HAS_KE": ke is not None,
+                "BLOCK": _BLOCK,
+            }
+            args = (*tensors, float(scale), elements, rows, keys, heads, *pitches)
+            launch(_prepare_kernel, (triton.cdiv(most, _BLOCK), 1, 1), args, options, (key, tensors))
     return folded, scales, starts, ends

@@ -6,6 +6,7 @@ Limits read shapes, dtypes, strides and scalars only, so they also hold on fake 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 from typing import Any
@@ -114,16 +115,20 @@ def topk_limits(
     return _common_limits(q, q_sf, kv, kv_sf, weights, scale)
 
 
-def _mqa_logits(*args: Any, **kwargs: Any) -> Tensor:
-    from ascend_deep.native.triton import indexer
+@functools.cache
+def _launches() -> Any:
+    """The module of the launches, which imports Triton."""
+    return importlib.import_module("ascend_deep.native.triton.indexer")
 
-    return indexer.mqa_logits(*args, **kwargs)
+
+def _mqa_logits(*args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = _launches().mqa_logits(*args, **kwargs)
+    return out
 
 
 def _mqa_topk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from ascend_deep.native.triton import indexer
-
-    return indexer.mqa_topk(*args, **kwargs)
+    out: tuple[Tensor, Tensor] = _launches().mqa_topk(*args, **kwargs)
+    return out
 
 
 TRITON = Provider(
