@@ -86,7 +86,7 @@ def _is_product(node: fx.Node, recogniser: str) -> bool:
         return False
     operands = node.all_input_nodes[:2]
     if recogniser == "linear":
-        return any(_dtype(n) == torch.bfloat16 for n in operands)
+        return any(_dtype(n) == torch.bfloat16 for n in (node, *operands))  # the result: under autocast
     return recogniser == "upcast_matmul" and any(_was_half(n) for n in operands)
 
 
