@@ -79,7 +79,8 @@ class OpDef:
             takes the op's arguments and must work on fake tensors.
         reference: the definition, on real tensors that passed ``check``.
         fake: same arguments, on fake tensors that passed ``check``.
-        tolerance: by dtype of the leading input.
+        tolerance: by dtype of the leading input, for every device without an entry in ``tolerance_on``.
+        tolerance_on: by device type and dtype, where a device computes with less than the definition does.
         samples: the input generator, CPU tensors, seeded.
         setup_context, backward: as ``torch.library.register_autograd`` takes them.
         no_backward: the reason, if there is no ``backward``.
@@ -102,6 +103,11 @@ class OpDef:
     autocast: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     debug: Callable[..., None] | None = None
     differentiable: tuple[str, ...] = ()
+    tolerance_on: Mapping[str, Mapping[torch.dtype, Tolerance]] = field(default_factory=dict)
+
+    def tolerance_for(self, dtype: torch.dtype, device: str) -> Tolerance:
+        """How far an implementation on ``device`` (a device type) may be from the reference on the CPU."""
+        return self.tolerance_on.get(device, {}).get(dtype, self.tolerance[dtype])
 
     @property
     def overload(self) -> torch._ops.OpOverload:

@@ -260,6 +260,7 @@ MQA_LOGITS = OpDef(
         torch.uint8: Tolerance(1e-5, 1e-5, REASON + "; a kernel may apply scales after the product"),
     },
     samples=logits_samples,
+    tolerance_on={"cuda": {_mqa.FP8: FP8_ON_CUDA}},
     differentiable=("q", "kv", "weights", "mask"),
     debug=lambda q, q_sf, kv, kv_sf, *_, **__: _mqa.debug_scales(_OP, q_sf, kv_sf),
 )

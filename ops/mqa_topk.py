@@ -25,7 +25,7 @@ from torch import Tensor
 from ascend_deep.ops import _check, _mqa
 from ascend_deep.ops._mqa_samples import topk_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
-from ascend_deep.ops.mqa_logits import REASON
+from ascend_deep.ops.mqa_logits import FP8_ON_CUDA, REASON
 
 __all__ = ["MQA_TOPK", "OUTSIDE", "mqa_topk", "order_keys", "select"]
 
@@ -288,6 +288,7 @@ MQA_TOPK = OpDef(
         for dtype in (*_check.FLOATING, _mqa.FP8, *_mqa.FP4_STORAGE)
     },
     samples=topk_samples,
+    tolerance_on={"cuda": {_mqa.FP8: FP8_ON_CUDA}},
     differentiable=("q", "kv", "weights", "mask"),
     debug=lambda q, q_sf, kv, kv_sf, *_, **__: _mqa.debug_scales(_OP, q_sf, kv_sf),
 )

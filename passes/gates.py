@@ -24,7 +24,7 @@ from ascend_deep.passes._types import Recogniser, Refusal, Solution
 from ascend_deep.passes.probe import replacement, run_probe
 from ascend_deep.passes.region import Region
 
-__all__ = ["Proof", "prove", "same_metadata"]
+__all__ = ["Proof", "prove", "same_metadata", "tolerance_on"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ def prove(recogniser: Recogniser, region: Region, solution: Solution) -> Proof |
         tolerance.atol,
         tolerance.reason,
     )
+
+
+def tolerance_on(region: Region, solution: Solution, device: str) -> ops.Tolerance:
+    """How far the op may be from the block on ``device``, by the lowest precision among the block's numbers."""
+    return ops.op(solution.op).tolerance_for(_float_dtype(region), device)
 
 
 def _same(a: Any, b: Any) -> bool:

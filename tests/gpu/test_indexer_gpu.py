@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ascend_deep import ops
 from ascend_deep.native import table
 from ascend_deep.native.triton.provider import TRITON
 from ascend_deep.ops import _mqa, _op, mqa_logits, mqa_topk
@@ -19,7 +20,12 @@ _topk_module = importlib.import_module("ascend_deep.ops.mqa_topk")
 _logits_module = importlib.import_module("ascend_deep.ops.mqa_logits")
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-TOLERANCE = {BF16: 2e-5, torch.float16: 2e-5, torch.float32: 2e-5, FP8: _logits_module.FP8_ON_CUDA.rtol}
+TOLERANCE = {
+    BF16: 2e-5,
+    torch.float16: 2e-5,
+    torch.float32: 2e-5,
+    FP8: ops.op("mqa_logits").tolerance_for(FP8, "cuda").rtol,
+}
 
 
 def make(b: int, s: int, h: int, d: int, t: int, dtype: torch.dtype = BF16, seed: int = 0) -> dict[str, Any]:
