@@ -11,10 +11,9 @@ using ascend_deep_cpu::Product;
 
 constexpr int64_t kCodedRows = 4;
 
-// Scales of one row as float32 in `space`, unless they lie there already: one for each group.
-inline const float* scale_row(const Operand& x, int64_t r, int64_t groups, float* space) {
+// Row `row` of the scales as float32 in `space`, unless it is that where it lies: one for each group.
+inline const float* scale_row(const Operand& x, int64_t row, int64_t groups, float* space) {
   using namespace ascend_deep_cpu;
-  const int64_t row = r / x.gran_row;
   if (x.sf == kSfF32 && (x.sf_col == 1 || groups == 1)) {
     return reinterpret_cast<const float*>(x.sf_base) + row * x.sf_row + x.sf_shift / x.gran_k;
   }
@@ -35,7 +34,7 @@ inline const float* scale_row(const Operand& x, int64_t r, int64_t groups, float
       *reinterpret_cast<WordsU*>(space + g) = bits;
     }
   }
-  for (; g < groups; ++g) space[g] = scale_at(x, r, g + shift);
+  for (; g < groups; ++g) space[g] = scale_at(x, row * x.gran_row, g + shift);
   return space;
 }
 
@@ -88,6 +87,7 @@ AD_INLINE void code_step(BVec codes, const float* s, const float* x, int64_t pit
 template <typename F, int MB, Spread32 kSpread>
 void coded_rows(const uint8_t* const* rows, const float* const* scales, int64_t every, const float* x, int64_t pitch,
                 int64_t depth, int64_t ahead, float* out, int64_t ldo) {
+  constexpr int kSums = kLanes == 16 ? 8 : 4;  // that lane_sums makes at a time
   constexpr int64_t kGroups = kSpread == kWhole ? 1 : F::kStep / 32;  // scales of a step
   constexpr int64_t kPer = F::kStep / kStepBytes;                    // elements of a byte
   Vec acc[MB][kCodedRows] = {};
@@ -127,11 +127,21 @@ void coded_rows(const uint8_t* const* rows, const float* const* scales, int64_t 
     }
   }
   // Indexed by constants only, or the sums would be in memory all along.
+  bool nan[kCodedRows], any = false;
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kCodedRows; ++j) {
-    const bool nan = F::kVectors == 4 && saw_nan(seen[j]);
+    nan[j] = F::kVectors == 4 && saw_nan(seen[j]);
+    any |= nan[j];
+  }
 #pragma GCC unroll 4
-    for (int m = 0; m < MB; ++m) out[m * ldo + j] = nan ? NAN : lane_sum(acc[m][j]) * (1.0f / F::kUnit);
+  for (int m = 0; m < MB; ++m) {
+    Vec sums[kSums] = {};
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kCodedRows; ++j) sums[j] = acc[m][j] * (1.0f / F::kUnit);
+    float all[kSums];
+    lane_sums<kSums>(sums, all);
+    std::memcpy(out + m * ldo, all, kCodedRows * sizeof(float));
+    for (int64_t j = 0; any && j < kCodedRows; ++j) out[m * ldo + j] = nan[j] ? NAN : all[j];
   }
 }
 
@@ -159,16 +169,21 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
   const bool fine = gran % F::kStep != 0;
   static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   const int64_t every = !scaled ? INT64_MAX : fine ? 1 : gran / F::kStep;
+  // The row of scales in use, and where the next one begins; a division takes as long as a hundred products.
+  int64_t block = n0 / w.gran_row - 1, edge = (block + 1) * w.gran_row;
+  const float* current = one;
   for (int64_t n = n0; n < n1; n += kCodedRows) {
     const uint8_t* rows[kCodedRows];
     const float* scales[kCodedRows];
     for (int64_t j = 0; j < kCodedRows; ++j) {
       const int64_t r = min64(n + j, n1 - 1);
       rows[j] = reinterpret_cast<const uint8_t*>(w.base) + r * w.row;
-      const bool same = j > 0 && r / w.gran_row == min64(n + j - 1, n1 - 1) / w.gran_row;
-      if (!scaled) scales[j] = one;
-      else if (same) scales[j] = scales[j - 1];
-      else scales[j] = scale_row(w, r, groups, space + j * groups);
+      if (scaled && r >= edge) {
+        // Few scales may be in `space` at a time, so rows that share one also share the place.
+        current = scale_row(w, ++block, groups, space + block % (kCodedRows + 1) * groups);
+        edge += w.gran_row;
+      }
+      scales[j] = current;
     }
     const int64_t ahead = kCodedRows * w.row;
     if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, every, a, ahead, out + (n - n0), ldo);

@@ -144,11 +144,11 @@ AD_INLINE void watch_nan(BVec codes, BVec& seen) {
   seen = c > seen ? c : seen;
 }
 AD_INLINE bool saw_nan(BVec seen) {
-  uint8_t bytes[kStepBytes];
-  *reinterpret_cast<BVecU*>(bytes) = seen;
-  bool any = false;
-  for (int64_t i = 0; i < kStepBytes; ++i) any |= bytes[i] == 0xff;
-  return any;
+  const BVec all = reinterpret_cast<BVec>(seen == 0xff);
+  uint64_t words[kStepBytes / 8], any = 0;
+  std::memcpy(words, &all, kStepBytes);
+  for (int64_t i = 0; i < kStepBytes / 8; ++i) any |= words[i];
+  return any != 0;
 }
 
 // The values times kUnit; 480 kUnit for NaN.

@@ -163,7 +163,7 @@ struct ProductLayout {
     row_c = c + a.panels * (kProductRows + kLanes);
     scales = row_c + kRowPitch * (a.plain + 1);
     const int64_t groups = a.coded ? a.depth / a.stream.gran_k + 8 : 0;
-    total = round_up(max64(scales + kCodedRows * groups, kLanes * 256), 16);
+    total = round_up(max64(scales + (kCodedRows + 1) * groups, kLanes * 256), 16);
   }
 };
 
