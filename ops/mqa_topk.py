@@ -4,6 +4,9 @@ The scores are those of ``mqa_logits``. Selection is by the pair (score, lowest 
 result is one set, and the same in training and inference, for any number of threads:
 
 * every key whose score is strictly greater than the topk-th is in; the rest are the tied keys of lowest index;
+* scores are compared as f32 (f64) numbers, bit by bit: two keys tie only if their sums are equal to the last bit. What
+  is equal in exact arithmetic may differ there, and differently on another device or provider; exact zeros, the scores
+  of keys for which every ReLU is off, are ties everywhere;
 * -0.0 equals 0.0; a NaN score ranks below every number, -inf included, and above nothing;
 * ``outside="pad"``: excluded keys (see ``ops/_mqa.py``) are never chosen. A row with fewer than topk keys ends in -1.
   ``outside="rank_last"``: excluded keys have score -inf and can be chosen, as by ``torch.topk`` of masked scores, so -1
