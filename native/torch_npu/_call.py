@@ -22,16 +22,23 @@ __all__ = ["Call", "Refused", "Spec", "T", "known", "listed", "named", "transpos
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape and dtype of a contiguous tensor that has not been made yet."""
+    """Shape and dtype of a contiguous tensor that has not been made yet; ``swapped``: with its last two dimensions
+    exchanged afterwards."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
+    swapped: bool = False
 
     def stride(self) -> tuple[Any, ...]:
-        """Strides of a contiguous tensor."""
+        """Strides of a contiguous tensor, or of a transposed view of one."""
+        sizes = list(self.shape)
+        if self.swapped:
+            sizes[-2:] = sizes[:-3:-1]
         strides: list[Any] = [1]
-        for size in reversed(self.shape[1:]):
+        for size in reversed(sizes[1:]):
             strides.insert(0, strides[0] * size)
+        if self.swapped:
+            strides[-2:] = strides[:-3:-1]
         return tuple(strides[-len(self.shape) :]) if self.shape else ()
 
 
@@ -117,6 +124,6 @@ def listed(values: Sequence[Any]) -> str:
 def transposed(tensor: T) -> bool:
     """Stride 1 in the dimension before the last, as a transposed view of a contiguous tensor has it."""
     if isinstance(tensor, Spec):
-        return False
+        return tensor.swapped
     strides = tensor.stride()
     return strides[-2] == 1 and strides[-1] != 1

@@ -1,4 +1,4 @@
-"""Calls of the vendor's MoE, matmul and activation ops: one function per op, with the vendor's own signature."""
+"""Calls of the vendor's MoE and activation ops: one function per op, with the vendor's own signature."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ascend_deep.native.torch_npu._call import Call, T, known, listed, named, transposed
+from ascend_deep.native.torch_npu._call import Call, T, known, listed, named
 
 __all__ = ["CHECKS"]
 
@@ -148,84 +148,6 @@ def _moe_finalize_routing(
     c.same("expanded_src_to_dst_row", slots, "the elements of scales", scales.shape[0] * scales.shape[1])
 
 
-def _grouped_matmul(
-    c: Call,
-    x: Sequence[T],
-    weight: Sequence[T],
-    *,
-    bias: Sequence[T] | None = None,
-    scale: Sequence[T] | None = None,
-    offset: Sequence[T] | None = None,
-    antiquant_scale: Sequence[T] | None = None,
-    antiquant_offset: Sequence[T] | None = None,
-    per_token_scale: Sequence[T] | None = None,
-    group_list: T | None = None,
-    activation_input: Sequence[T] | None = None,
-    activation_quant_scale: Sequence[T] | None = None,
-    activation_quant_offset: Sequence[T] | None = None,
-    split_item: int | None = 0,
-    group_type: int | None = None,
-    group_list_type: int | None = 0,
-    act_type: int | None = 0,
-    tuning_config: Sequence[int] | None = None,
-    output_dtype: int | None = None,
-    x_dtype: int | None = None,
-    weight_dtype: int | None = None,
-    scale_dtype: int | None = None,
-    per_token_scale_dtype: int | None = None,
-) -> None:
-    c.need(len(x) == 1 and len(weight) == 1, f"is used with one x and one weight here, not {len(x)} and {len(weight)}")
-    quantised = (scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
-    c.need(all(q is None for q in quantised), "is used without quantisation here")
-    a, w = x[0], weight[0]
-    c.within("dtypes", a.dtype, "x")
-    c.dtype("weight", w, a.dtype)
-    for what, found in (
-        ("split_item", split_item),
-        ("group_type", group_type),
-        ("group_list_type", group_list_type),
-        ("act_type", act_type),
-    ):
-        if found is None:
-            c.refuse(f"needs {what}")
-        c.within(what, found, what)
-    if group_list is None:
-        c.refuse("needs a group_list for one x and one weight")
-        return
-    c.rank("x", a, 2)
-    c.rank("group_list", group_list, 1)
-    c.dtype("group_list", group_list, torch.int64)
-    groups = group_list.shape[0]
-    c.at_least("groups_min", groups, "the number of groups")
-    c.at_most("groups_max", groups, "the number of groups")
-    if group_type == 2:
-        c.rank("weight", w, 2)
-        c.same("the inner size of x", a.shape[1], "the inner size of weight", w.shape[0])
-        c.need(bias is None, "takes no bias when it groups the inner dimension")
-        c.need(transposed(a), "takes x transposed when it groups the inner dimension")
-    else:
-        c.rank("weight", w, 3)
-        c.same("the columns of x", a.shape[1], "the inner size of weight", w.shape[1])
-        c.same("the entries of group_list", groups, "the experts of weight", w.shape[0])
-        c.need(not transposed(a) or 1 in a.shape, "does not take x transposed")
-    last = w.shape[-2] if transposed(w) else w.shape[-1]
-    c.at_most("inner_max", last, "the innermost size of weight")
-    c.at_most("inner_max", a.shape[0] if group_type == 2 else a.shape[1], "the innermost size of x")
-    if bias is not None:
-        c.need(len(bias) == 1, f"takes one bias with one weight, not {len(bias)}")
-        row = c.row("bias")
-        if row is not None:
-            accepted = row.value[a.dtype]
-            c.need(
-                bias[0].dtype in accepted,
-                f"takes a bias of {listed(accepted)} with x of {named(a.dtype)}, not {named(bias[0].dtype)}",
-                row.source,
-            )
-        c.rank("bias", bias[0], 2)
-        c.same("the rows of bias", bias[0].shape[0], "the experts of weight", w.shape[0])
-        c.same("the columns of bias", bias[0].shape[1], "those of the result", w.shape[2])
-
-
 def _swiglu(c: Call, input: T, dim: int = -1) -> None:
     c.within("dtypes", input.dtype, "input")
     c.at_most("rank_max", len(input.shape), "the number of dimensions")
@@ -265,38 +187,6 @@ def _clipped_swiglu(
     c.need(limit > 0, f"takes a limit above 0, not {limit}")
 
 
-def _quant_matmul(
-    c: Call,
-    x1: T,
-    x2: T,
-    scale: T,
-    *,
-    offset: T | None = None,
-    pertoken_scale: T | None = None,
-    bias: T | None = None,
-    output_dtype: int | None = None,
-    x1_dtype: int | None = None,
-    x2_dtype: int | None = None,
-    pertoken_scale_dtype: int | None = None,
-    scale_dtype: int | None = None,
-    group_sizes: Sequence[int] | None = None,
-    y_scale: T | None = None,
-) -> None:
-    c.rank("x1", x1, 2, 3, 4, 5, 6)
-    c.rank("x2", x2, 2, 3, 4, 5, 6)
-    c.within("dtypes", x1.dtype, "x1")
-    c.dtype("x2", x2, x1.dtype)
-    c.same("the columns of x1", x1.shape[-1], "the rows of x2", x2.shape[-2])
-    c.rank("scale", scale, 1)
-    c.within("scale", scale.dtype, "scale")
-    size = scale.shape[0]
-    ok = not known(size) or size in (1, x2.shape[-1])
-    c.need(ok, f"takes 1 or {x2.shape[-1]} scales, as many as columns, not {size}")
-    if pertoken_scale is not None:
-        c.dtype("pertoken_scale", pertoken_scale, torch.float32)
-        c.same("pertoken_scale", pertoken_scale.shape[0], "the rows of x1", x1.shape[-2])
-
-
 def _moe_distribute_dispatch_v2(
     c: Call,
     x: T,
@@ -325,10 +215,8 @@ CHECKS: Mapping[str, Callable[..., None]] = {
     "npu_moe_gating_top_k_softmax_v2": _moe_gating_top_k_softmax_v2,
     "npu_moe_init_routing_v2": _moe_init_routing_v2,
     "npu_moe_finalize_routing": _moe_finalize_routing,
-    "npu_grouped_matmul": _grouped_matmul,
     "npu_swiglu": _swiglu,
     "npu_swiglu_backward": _swiglu_backward,
     "npu_clipped_swiglu": _clipped_swiglu,
-    "npu_quant_matmul": _quant_matmul,
     "npu_moe_distribute_dispatch_v2": _moe_distribute_dispatch_v2,
 }

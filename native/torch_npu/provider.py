@@ -20,8 +20,11 @@ from ascend_deep.native.torch_npu import (
     attention,
     experts,
     experts_backward,
+    gemm,
+    gemm_grouped,
     indexer,
     permute,
+    quantise,
     routing,
     soc,
 )
@@ -99,6 +102,14 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
     "moe_experts": (experts.moe_experts, experts.limits),
     "moe_experts_backward": (experts_backward.moe_experts_backward, experts_backward.limits),
     "swiglu": (activation.swiglu, activation.swiglu_limits),
+    "gemm_bf16": (gemm.gemm_bf16, gemm.bf16_limits),
+    "gemm_scaled": (gemm.gemm_scaled, gemm.scaled_limits),
+    "m_grouped_gemm_bf16": (gemm_grouped.bf16, gemm_grouped.bf16_limits),
+    "m_grouped_gemm_bf16_masked": (gemm_grouped.bf16_masked, gemm_grouped.bf16_masked_limits),
+    "m_grouped_gemm_scaled": (gemm_grouped.scaled, gemm_grouped.scaled_limits),
+    "m_grouped_gemm_scaled_masked": (gemm_grouped.scaled_masked, gemm_grouped.scaled_masked_limits),
+    "quant_fp8": (quantise.quant_fp8, quantise.quant_limits),
+    "swiglu_quant": (quantise.swiglu_quant, quantise.swiglu_quant_limits),
     "mqa_topk": (indexer.mqa_topk, indexer.limits),
     "sparse_mqa_attention": (attention.sparse_mqa_attention, attention.limits),
 }
@@ -109,5 +120,5 @@ TORCH_NPU = Provider(
     unavailable=_unavailable,
     kernels={op: _guarded(op, kernel) for op, (kernel, _) in _FAMILIES.items()},
     limits={op: _limited(op, limit) for op, (_, limit) in _FAMILIES.items()},
-    version="1",
+    version="2",
 )

@@ -56,7 +56,10 @@ _CLIP = "torch_npu 2.13, npu_clipped_swiglu"
 _INDEX = "aclnnLightningIndexer, constraints"
 _QINDEX = "aclnnQuantLightningIndexer, constraints"
 _SFA = "aclnnSparseFlashAttention, constraints"
+_GMM_QUANT = "aclnnGroupedMatmulV5, dynamic quantisation on the Ascend 950"
 _QMM = "torch_npu 2.13, npu_quant_matmul"
+_QMM5 = "aclnnQuantMatmulV5, constraints on the Ascend 950"
+_MXQ = "aclnnDynamicMxQuantV3"
 _DISPATCH = "aclnnMoeDistributeDispatchV2, constraints"
 
 ROWS: tuple[Row, ...] = (
@@ -94,6 +97,8 @@ ROWS: tuple[Row, ...] = (
     Row("npu_moe_finalize_routing", "scales", {_F16: _FLOATS, _BF16: _FLOATS, _F32: _FLOATS}, _FINAL, A5),
     Row("npu_grouped_matmul", "products", FAMILIES, "aclnnGroupedMatmulV5, supported products"),
     Row("npu_grouped_matmul", "dtypes", _FLOATS, _GMM),
+    Row("npu_grouped_matmul", "quantised", (_FP8,), _GMM_QUANT, A5),
+    Row("npu_grouped_matmul", "quantised_outputs", _FLOATS, _GMM_QUANT, A5),
     Row("npu_grouped_matmul", "bias", {_F16: (_F16,), _BF16: (_F32,), _F32: (_F32,)}, _GMM, A2_A3),
     Row("npu_grouped_matmul", "bias", {_F16: (_F16, _F32), _BF16: (_BF16, _F32), _F32: (_F32,)}, _GMM, A5),
     Row("npu_grouped_matmul", "inner_max", 65535, "aclnnGroupedMatmulV5, common constraints", A2_A3),
@@ -142,8 +147,21 @@ ROWS: tuple[Row, ...] = (
     Row("npu_sparse_flash_attention", "attention_mode", (2,), "aclnnSparseFlashAttention"),
     Row("npu_sparse_flash_attention", "no_value", True, "torch_npu 2.13, the op's fake", since="9.2.0"),
     Row("npu_quant_matmul", "products", FAMILIES, _QMM),
-    Row("npu_quant_matmul", "dtypes", (torch.int8,), _QMM),
+    Row("npu_quant_matmul", "dtypes", (torch.int8,), _QMM, A2_A3),
+    Row("npu_quant_matmul", "dtypes", (torch.int8, _FP8), _QMM5, A5),
     Row("npu_quant_matmul", "scale", (_F32, torch.int64, _BF16), _QMM),
+    Row("npu_quant_matmul", "inner_max", 65535, _QMM),
+    Row("npu_quant_matmul", "blocks", ((1, 128, 128), (128, 128, 128), (1, 1, 32)), _QMM5, A5),
+    Row("npu_quant_matmul", "outputs", (torch.int8, torch.int32, _F16, _BF16), _QMM, A2_A3),
+    Row("npu_quant_matmul", "outputs", (torch.int8, torch.int32, *_FLOATS), _QMM5, A5),
+    Row("npu_dynamic_mx_quant", "products", A5, f"{_MXQ}, supported products"),
+    Row("npu_dynamic_mx_quant", "dtypes", _FLOATS, _MXQ, A5),
+    Row("npu_dynamic_mx_quant", "rank_max", 7, _MXQ, A5),
+    Row("npu_dynamic_mx_quant", "block_size", tuple(range(32, 1025, 32)), _MXQ, A5),
+    Row("npu_dynamic_mx_quant", "float32_block_size", (32,), _MXQ, A5),
+    Row("npu_dynamic_mx_quant", "float32_size_min", 32, _MXQ, A5),
+    # Before it the call runs an older kernel, which ignores the bound and says nothing.
+    Row("npu_dynamic_mx_quant", "low_bound", True, f"{_MXQ}, first in ops-nn 9.2.0-beta.1", A5, since="9.2.0.beta1"),
     Row("npu_moe_distribute_dispatch_v2", "products", FAMILIES, _DISPATCH),
     Row("npu_moe_distribute_dispatch_v2", "dtypes", (_F16, _BF16), _DISPATCH),
 )

@@ -62,9 +62,50 @@ def valid(op: str, family: str) -> Call:
         return {"query": spec(BF16, 2, 5, 16, 512), **kv, "sparse_indices": spec(I32, 2, 5, 1, 64), **rope, **how}
     if op == "npu_quant_matmul":
         return {"x1": spec(torch.int8, 8, 64), "x2": spec(torch.int8, 64, 32), "scale": spec(F32, 32)}
+    if op == "npu_dynamic_mx_quant":
+        return {"input": spec(BF16, 7, 96), "dst_type": 292, "scale_alg": 1}
     assert op == "npu_moe_distribute_dispatch_v2", (op, new)
     group = {"group_ep": "g", "ep_world_size": 16, "ep_rank_id": 3, "moe_expert_num": 64}
     return {"x": spec(BF16, 8, 7168), "expert_ids": spec(I32, 8, 8), **group}
+
+
+def quantised(op: str, blocks: str, four: bool = False) -> Call:
+    """A valid call with FP8 (or FP4) operands on the Ascend 950: x [6, 192], weight [192, 160], or three of them."""
+    grouped = op == "npu_grouped_matmul"
+    lead = (3,) if grouped else ()
+    dtype, k = (torch.uint8, 96) if four else (FP8, 192)
+    call: Call = {"x": spec(dtype, 6, k), "weight": Spec((*lead, k, 160), dtype, swapped=True)}
+    if blocks == "MX":
+        own, scale = spec(torch.uint8, 6, 3, 2), spec(torch.uint8, *lead, 3, 160, 2)
+    elif blocks == "K-C":
+        own, scale = spec(F32, 6), spec(F32, *lead, 160)
+    else:
+        own, scale = spec(F32, 1 if blocks == "B-B" else 6, 2), Spec((*lead, 2, 2), F32, swapped=True)
+    call |= {"own": own, "scale": scale, "output_dtype": 6}
+    if grouped:
+        call = {n: [v] if isinstance(v, Spec) else v for n, v in call.items()}
+        call |= {"group_list": spec(I64, 3), "split_item": 3, "group_type": 0, "group_list_type": 1}
+    else:
+        call |= {"group_sizes": {"MX": [1, 1, 32], "G-B": [1, 128, 128], "B-B": [128, 128, 128], "K-C": None}[blocks]}
+    names = {"own": "per_token_scale"} if grouped else {"own": "pertoken_scale", "x": "x1", "weight": "x2"}
+    if blocks == "MX":
+        call |= {"own_dtype": 293, "scale_dtype": 293}
+    if four:
+        call |= {"x_dtype": 296, "weight_dtype": 296}
+    return {next((n.replace(a, b, 1) for a, b in names.items() if n.startswith(a)), n): v for n, v in call.items()}
+
+
+VARIANTS: list[tuple[str, str, bool]] = [
+    ("npu_quant_matmul", "G-B", False),
+    ("npu_quant_matmul", "B-B", False),
+    ("npu_quant_matmul", "K-C", False),
+    ("npu_quant_matmul", "MX", False),
+    ("npu_quant_matmul", "MX", True),
+    ("npu_grouped_matmul", "G-B", False),
+    ("npu_grouped_matmul", "K-C", False),
+    ("npu_grouped_matmul", "MX", False),
+    ("npu_grouped_matmul", "MX", True),
+]
 
 
 def _gating(experts: int, groups: int = 1) -> Call:
@@ -112,6 +153,18 @@ def _indexer(op: str, dtype: torch.dtype, weights: torch.dtype) -> Call:
     return {**changed, "weights": Spec(call["weights"].shape, weights)}
 
 
+NO_BIAS: Call = {"bias": None}
+
+
+def _int8(inner: int) -> Call:
+    return {"x1": spec(torch.int8, 8, inner), "x2": spec(torch.int8, inner, 32)}
+
+
+def _other_fp8() -> Call:
+    call = quantised("npu_grouped_matmul", "G-B")
+    return {**call, "x": [spec(torch.float8_e5m2, 6, 192)]}
+
+
 def _attention(dtype: torch.dtype) -> Call:
     call = valid("npu_sparse_flash_attention", "910b")
     return {n: Spec(call[n].shape, dtype) for n in ("query", "key", "value", "query_rope", "key_rope")}
@@ -121,6 +174,7 @@ LI, QLI, SFA = "npu_lightning_indexer", "npu_quant_lightning_indexer", "npu_spar
 GATE, GATE2, INIT = "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax_v2", "npu_moe_init_routing_v2"
 FINAL, GMM, CLIP = "npu_moe_finalize_routing", "npu_grouped_matmul", "npu_clipped_swiglu"
 BACK, QMM, DISPATCH = "npu_swiglu_backward", "npu_quant_matmul", "npu_moe_distribute_dispatch_v2"
+MXQ = "npu_dynamic_mx_quant"
 
 # (op, limit) -> what to change so that the call is just inside, and just outside. A function gets the processor family.
 SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
@@ -180,6 +234,19 @@ SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
     (SFA, "attention_mode"): lambda f: ({"attention_mode": 2}, {"attention_mode": 0}),
     (QMM, "dtypes"): lambda f: ({"scale": spec(F32, 1)}, {"x1": spec(F32, 8, 64), "x2": spec(F32, 64, 32)}),
     (QMM, "scale"): lambda f: ({"scale": spec(BF16, 32)}, {"scale": spec(F16, 32)}),
+    (QMM, "inner_max"): lambda f: (_int8(65535), _int8(65536)),
+    (QMM, "blocks"): lambda f: (quantised(QMM, "G-B"), {**quantised(QMM, "G-B"), "group_sizes": [1, 64, 64]}),
+    (QMM, "outputs"): lambda f: ({"output_dtype": 15}, {"output_dtype": 6 if f.startswith("910") else 24}),
+    (GMM, "quantised"): lambda f: (quantised(GMM, "G-B") | NO_BIAS, _other_fp8() | NO_BIAS),
+    (GMM, "quantised_outputs"): lambda f: (
+        quantised(GMM, "MX") | NO_BIAS | {"output_dtype": 15},
+        quantised(GMM, "MX") | NO_BIAS | {"output_dtype": 3},
+    ),
+    (MXQ, "dtypes"): lambda f: ({"input": spec(F16, 7, 96)}, {"input": spec(torch.float64, 7, 96)}),
+    (MXQ, "rank_max"): lambda f: ({"input": spec(BF16, *[2] * 7)}, {"input": spec(BF16, *[2] * 8)}),
+    (MXQ, "block_size"): lambda f: ({"block_size": 1024}, {"block_size": 1056}),
+    (MXQ, "float32_block_size"): lambda f: ({"input": spec(F32, 7, 96)}, {"input": spec(F32, 7, 96), "block_size": 64}),
+    (MXQ, "float32_size_min"): lambda f: ({"input": spec(F32, 7, 32)}, {"input": spec(F32, 7, 31)}),
     (DISPATCH, "dtypes"): lambda f: ({"x": spec(F16, 8, 7168)}, {"x": spec(F32, 8, 7168)}),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from packaging.version import Version
 from ascend_deep.native.torch_npu import rows, soc
 from ascend_deep.native.torch_npu.checks import CHECKS, Spec, refusal
 from ascend_deep.native.torch_npu.soc import Target
-from tests.npu.calls import EIGHT, SIDES, valid
+from tests.npu.broken import KINDS, broken
+from tests.npu.calls import EIGHT, SIDES, VARIANTS, quantised, valid
 
-LIMITS = [r for r in rows.ROWS if r.what not in ("products", "no_value", "eager_only")]
+LIMITS = [r for r in rows.ROWS if r.what not in ("products", "no_value", "eager_only", "low_bound")]
 PER_FAMILY = [(r, f) for r in LIMITS for f in r.socs]
 
 
@@ -56,37 +58,117 @@ def test_what_the_vendors_fakes_accept_is_refused(what: str, op: str, changed: d
     assert what in str(_ask(op, "910b", changed))
 
 
-def _broken(rng: random.Random) -> tuple[str, str, dict[str, Any], str]:
-    """A valid call with one tensor made wrong: another rank, an odd or different size, another dtype."""
-    op = rng.choice(sorted(CHECKS))
-    family = rng.choice([f for f in soc.FAMILIES if _made_for(op, f)])
-    call = valid(op, family)
-    tensors = [n for n, v in call.items() if isinstance(v, (Spec, list))]
-    name = rng.choice([n for n in tensors if n not in ("active_expert_range",)])
-    value = call[name][0] if isinstance(call[name], list) else call[name]
-    kind = rng.choice(("rank", "dtype"))
-    if kind == "rank":
-        extra = 7 if op == "npu_swiglu" else 4 if op == "npu_quant_matmul" and name.startswith("x") else 2
-        changed = Spec((*value.shape, *[3] * (extra + 1)), value.dtype)
-        if op == "npu_clipped_swiglu":  # any rank from 2 on is right there
-            changed = Spec((64,), value.dtype)
-    else:
-        wrong = torch.complex64 if value.dtype.is_floating_point else torch.float16
-        changed = Spec(value.shape, wrong)
-    return op, family, {name: [changed] if isinstance(call[name], list) else changed}, f"{kind} of {name}"
+@pytest.mark.parametrize("family", ["910_93", "950pr"])
+@pytest.mark.parametrize(("op", "blocks", "four"), VARIANTS)
+def test_quantised_products_are_for_the_950_only(op: str, blocks: str, four: bool, family: str) -> None:
+    sentence = refusal(op, Target(family), **quantised(op, blocks, four))
+    assert (sentence is None) == (family == "950pr"), sentence
+    assert sentence is None or re.search(r"takes (no FP|int8 for x1)", sentence), sentence
 
 
 def test_generated_invalid_calls_are_refused_with_a_sentence() -> None:
     rng = random.Random(20260)
-    accepted = []
-    for _ in range(300):
-        op, family, changed, what = _broken(rng)
-        sentence = _ask(op, family, changed)
+    accepted, kinds, ops_ = set(), Counter[str](), set()
+    for _ in range(400):
+        op, family, call, what = broken(rng)
+        sentence = refusal(op, Target(family), **call)
         if sentence is None:
-            accepted.append((op, what))
+            accepted.add((op, family, what))
         else:
             assert re.fullmatch(r"torch_npu's npu_\w+ .+\.", sentence, re.DOTALL), sentence
-    assert not accepted, sorted(set(accepted))
+        kinds[what.split(" ")[0]] += 1
+        ops_.add(op)
+    assert not accepted, sorted(accepted)
+    assert set(kinds) == set(KINDS) and min(kinds.values()) >= 30 and ops_ == set(CHECKS), kinds
+
+
+@pytest.mark.parametrize(
+    ("release", "taken"),
+    [(None, False), ("9.1.0", False), ("9.2.0.alpha1", False), ("9.2.0.beta1", True), ("9.2.0", True)],
+)
+def test_a_release_decides_about_the_bound_of_scales(release: str | None, taken: bool) -> None:
+    sentence = _ask("npu_dynamic_mx_quant", "950dt", {"max_low_bound": 1e-4}, release)
+    assert (sentence is None) == taken
+    assert (
+        taken
+        or f"ignores max_low_bound before CANN 9.2.0-beta.1, and this CANN is {release or 'of unknown'}"
+        in str(sentence).replace("9.2.0a1", "9.2.0.alpha1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"dst_type": 296}, "is used for float8_e4m3fn (292) here, not 296"),
+        ({"scale_alg": 2}, "takes scale_alg 0 or 1 for FP8, not 2"),
+        ({"axis": 2}, "takes an axis of input, not 2"),
+        ({"scale_alg": 0, "max_low_bound": 0.01}, "takes max_low_bound with scale_alg 1 only, not 0"),
+        ({"max_low_bound": -0.01}, "takes a max_low_bound from 0 on, not -0.01"),
+        ({"dst_type_max": 6.0}, "takes dst_type_max 0 for FP8, not 6.0"),
+    ],
+)
+def test_scalars_of_quantisation(changed: dict[str, Any], sentence: str) -> None:
+    assert sentence in str(_ask("npu_dynamic_mx_quant", "950pr", changed, "9.2.0"))
+
+
+@pytest.mark.parametrize(
+    ("op", "blocks", "four", "changed", "sentence"),
+    [
+        (
+            "npu_quant_matmul",
+            "MX",
+            True,
+            {"x2": Spec((96, 160), torch.uint8)},
+            "FP4 with x1 as it is and x2 transposed",
+        ),
+        (
+            "npu_quant_matmul",
+            "MX",
+            True,
+            {"x1": Spec((6, 16), torch.uint8), "x2": Spec((16, 160), torch.uint8, True)},
+            "an even number of blocks of 32 columns of FP4, not 32 columns",
+        ),
+        ("npu_quant_matmul", "MX", True, {"x2_dtype": None}, "takes int8 or float8_e4m3fn for x2, not uint8"),
+        (
+            "npu_quant_matmul",
+            "MX",
+            False,
+            {"scale_dtype": None},
+            "takes E8M0 for both pertoken_scale and scale, or for none",
+        ),
+        (
+            "npu_quant_matmul",
+            "MX",
+            False,
+            {"group_sizes": [1, 128, 128]},
+            "E8M0 scales with blocks of 32, and float32 with",
+        ),
+        (
+            "npu_quant_matmul",
+            "G-B",
+            False,
+            {"scale": Spec((2, 2), torch.float32)},
+            "both transposed in memory or neither",
+        ),
+        ("npu_quant_matmul", "K-C", False, {"pertoken_scale": None}, "is used with a scale per row of FP8 here"),
+        ("npu_grouped_matmul", "MX", True, {"x_dtype": 290}, "is used with 296 (FP4 pairs) for x_dtype here, not 290"),
+        ("npu_grouped_matmul", "MX", True, {"weight_dtype": None}, "takes float8_e4m3fn for weight, not uint8"),
+        (
+            "npu_grouped_matmul",
+            "G-B",
+            False,
+            {"per_token_scale": None},
+            "scales of both operands here, and one is missing",
+        ),
+        ("npu_grouped_matmul", "G-B", False, {"output_dtype": None}, "needs an output_dtype for quantised operands"),
+        ("npu_grouped_matmul", "G-B", False, {"group_type": 2}, "is used with scales for group_type 0 here, not 2"),
+        ("npu_grouped_matmul", "G-B", False, {"bias": [Spec((3, 160), torch.float32)]}, "takes no bias with scales"),
+    ],
+)
+def test_near_misses_of_quantised_products(
+    op: str, blocks: str, four: bool, changed: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in str(refusal(op, Target("950pr"), **{**quantised(op, blocks, four), **changed}))
 
 
 def test_a_release_decides_about_a_missing_value() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.npu.rig import reference_gemm
+
 __all__ = ["CALLS", "KERNELS", "install"]
 
 CALLS: Counter[str] = Counter()
@@ -87,7 +89,8 @@ def _init_routing_v2(
     first, last = active_expert_range or (0, expert_num)
     flat = expert_idx.reshape(-1).tolist()
     assert all(0 <= e < expert_num for e in flat), "the vendor's op takes ids of experts only"
-    rows = torch.full((len(flat), x.shape[1]), math.nan, dtype=x.dtype)
+    undefined = 127 if x.dtype == torch.int8 else math.nan  # 127 is NaN if the bytes are FP8
+    rows = torch.full((len(flat), x.shape[1]), undefined, dtype=x.dtype)
     row_map = torch.full((len(flat),), -1, dtype=torch.int32)
     counts = torch.zeros(last - first, dtype=torch.int64)
     position = 0
@@ -134,10 +137,19 @@ def _grouped_matmul(
     group_list: Tensor | None = None,
     group_type: int | None = None,
     group_list_type: int | None = 0,
+    scale: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    scale_dtype: int | None = None,
     **_: Any,
 ) -> list[Tensor]:
     (a,), (w,) = x, weight
     assert group_list is not None
+    if scale is not None and per_token_scale is not None:
+        assert group_list_type == 1 and group_type == 0 and bias is None
+        how = (output_dtype, x_dtype == 296, scale_dtype == 293)
+        return [reference_gemm.grouped_scaled(a, w, group_list.tolist(), scale[0], per_token_scale[0], *how)]
     sizes = group_list.tolist() if group_list_type == 1 else torch.diff(group_list, prepend=group_list[:0].sum()[None])
     start = 0
     if group_type == 2:
@@ -276,6 +288,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_lightning_indexer": _lightning_indexer,
     "npu_quant_lightning_indexer": _quant_lightning_indexer,
     "npu_sparse_flash_attention": _sparse_flash_attention,
+    **reference_gemm.KERNELS,
 }
 
 

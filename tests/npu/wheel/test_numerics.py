@@ -24,6 +24,7 @@ EXPECTED = {
     "moe_combine": (3, {"npu_moe_finalize_routing"}),
     "moe_experts": (15, {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_swiglu", "npu_moe_finalize_routing"}),
     "swiglu": (3, {"npu_swiglu"}),
+    "gemm_bf16": (1, set()),
 }
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ascend_deep.native.torch_npu import formats
 from ascend_deep.native.torch_npu.checks import CHECKS, Spec
-from tests.npu.calls import EIGHT, valid
+from tests.npu.calls import EIGHT, VARIANTS, quantised, valid
 from tests.npu.rig import reference
 
 # Where the vendor's fake differs from what the documents say; all others agree.
 WRONG_FAKES: dict[str, str] = {}
+QMM = "npu_quant_matmul"  # its plain form, int8, has no kernel here: no op of ours calls it
 
 
 def _schema(op: str) -> torch._C.FunctionSchema:
@@ -51,6 +53,8 @@ def _real(value: Any, name: str) -> Any:
         return [_real(v, name) for v in value]
     if not isinstance(value, Spec):
         return value
+    if value.swapped:
+        return _real(Spec((*value.shape[:-2], value.shape[-1], value.shape[-2]), value.dtype), name).mT
     if value.dtype.is_floating_point:
         return torch.randn(value.shape).to(value.dtype)
     if name == "group_list":
@@ -58,10 +62,17 @@ def _real(value: Any, name: str) -> Any:
     return torch.randint(0, 7, value.shape).to(value.dtype)
 
 
-@pytest.mark.parametrize("op", reference.KERNELS)
-def test_the_vendors_fake_agrees_with_the_documents(op: str) -> None:
-    family = "950pr" if op == "npu_quant_lightning_indexer" else "910b"
-    call = {name: _real(value, name) for name, value in valid(op, family).items()}
+NEW_ONLY = ("npu_quant_lightning_indexer", "npu_dynamic_mx_quant")
+CALLS = {
+    **{op: (op, valid(op, "950pr" if op in NEW_ONLY else "910b")) for op in reference.KERNELS if op != QMM},
+    **{f"{op} {how}{' FP4' if four else ''}": (op, quantised(op, how, four)) for op, how, four in VARIANTS},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_vendors_fake_agrees_with_the_documents(name: str) -> None:
+    op, given = CALLS[name]
+    call = {n: _real(value, n) for n, value in given.items()}
     names = [a.name for a in _schema(op).arguments if not a.kwarg_only]
     args = [call.pop(n) for n in names if n in call]
     function = getattr(torch.ops.npu, op)
@@ -72,7 +83,16 @@ def test_the_vendors_fake_agrees_with_the_documents(op: str) -> None:
         got = function(*fake, **{k: _fake(v, convert) for k, v in call.items()})
     want, got = (x if isinstance(x, (tuple, list)) else (x,) for x in (want, got))
     same = [(tuple(a.shape), a.dtype) for a in want] == [(tuple(b.shape), b.dtype) for b in got]
-    assert same != (op in WRONG_FAKES), [(tuple(b.shape), b.dtype) for b in got]
+    assert same != (name in WRONG_FAKES), [(tuple(b.shape), b.dtype) for b in got]
+
+
+def test_the_numbers_of_formats_are_the_vendors() -> None:
+    import torch_npu
+    from torch_npu.op_plugin.meta import _meta_registrations as vendor
+
+    ours = (formats.E8M0, formats.FP8, formats.FP4_PAIRS)
+    assert ours == (torch_npu.float8_e8m0fnu, torch_npu.float8_e4m3fn, torch_npu.float4_e2m1fn_x2)
+    assert dict(formats.NUMBER).items() <= vendor.TORCH_DTYPE_MAP.items()
 
 
 def _fake(value: Any, convert: Any) -> Any:
