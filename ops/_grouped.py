@@ -2,7 +2,7 @@
 
     psum     [G]  end of each group's rows: group g has the rows [align(psum[g - 1]), psum[g]), the first starts at 0
     labels   [M]  the group of each row; anything outside [0, G), -1 above all, is a padding row
-    sizes    [G]  number of rows of each group: group g starts at the sum of the aligned sizes before it
+    sizes    [G]  number of rows of each group, multiples of ``alignment``: group g starts at the sum of those before it
     masked   [G]  a buffer [G, Mmax, ...] of its own for each group, of which the first masked_m[g] rows count
 
 Indices are i32 or i64. Ends and counts are clamped to the buffer, an end before its start is an empty group.
@@ -10,7 +10,7 @@ A row that belongs to no group is padding: it is never read, so it may hold NaN,
 
 ``alignment`` is also a promise that fast kernels rely on: with ``labels``, no block of ``alignment`` rows holds rows of
 two groups. It depends on values, so it is checked with ASCEND_DEEP_DEBUG=1 only, as are ends that decrease or lie
-behind the buffer. Contract: section A.3 of the DeepGEMM operator list.
+behind the buffer and sizes that are no multiples. Contract: section A.3 of the DeepGEMM operator list.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_expected(op: str, expected_m: Any) -> None:
 
 
 def ends_of_sizes(sizes: Tensor, alignment: Any) -> Tensor:
-    """``sizes`` as ``psum``, without looking at the host."""
+    """``sizes`` as ``psum``, without looking at the host. One that is no multiple of ``alignment`` leaves a gap."""
     sizes = sizes.clamp(min=0)
     aligned = (sizes + alignment - 1).div(alignment, rounding_mode="floor") * alignment
     return (aligned.cumsum(0) - aligned + sizes).to(sizes.dtype)

@@ -111,9 +111,10 @@ def debug_layout(
     """Raises RuntimeError if ends decrease or leave the buffer, a size is negative, or ``ks`` says something else."""
     ends = grouped_layout
     if grouping == "sizes":
-        if bool((grouped_layout < 0).any()):
+        if bool(((grouped_layout < 0) | (grouped_layout % alignment != 0)).any()):
             raise RuntimeError(
-                f"{op}: grouped_layout is {grouped_layout.tolist()}; no group can have fewer than 0 rows."
+                f"{op}: grouped_layout is {grouped_layout.tolist()}; sizes must be multiples of the alignment, "
+                f"{alignment}, and not negative."
             )
         ends = _grouped.ends_of_sizes(grouped_layout, alignment)
     _grouped.debug_ends(op, ends, rows, "ends(grouped_layout)" if grouping == "sizes" else "grouped_layout")

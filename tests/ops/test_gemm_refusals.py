@@ -151,12 +151,12 @@ def test_wrong_arguments_of_grouped_ops_get_one_sentence(call: Any, error: type[
         ),
         (lambda: MASKED(B, B, torch.tensor([2, 6]), 1), r"masked_m\[1\] is 6; it must be in \[0, 5\]"),
         (
-            lambda: K_GROUPED(A, A, torch.tensor([4, 5]), grouping="sizes", alignment=4),
-            r"ends\(grouped_layout\)\[1\] is 9",
+            lambda: K_GROUPED(A, A, torch.tensor([4, 8]), grouping="sizes", alignment=4),
+            r"ends\(grouped_layout\)\[1\] is 12",
         ),
         (
             lambda: K_GROUPED(A, A, torch.tensor([4, -1]), grouping="sizes", alignment=4),
-            r"grouped_layout is \[4, -1\]; no group can have fewer than 0 rows",
+            r"grouped_layout is \[4, -1\]; sizes must be multiples of the alignment, 4, and not negative",
         ),
         (
             lambda: K_GROUPED(A, A, ENDS, ks=[3, 4], alignment=4),
