@@ -88,6 +88,8 @@ class OpDef:
             ``None`` means that none are made. Either way autocast is off inside the op.
         debug: checks of values, run before the kernel if the environment has ASCEND_DEEP_DEBUG=1.
         differentiable: names of the arguments that get gradients.
+        composed: the reference body calls other ops, which choose providers of their own. Such an op needs no kernel:
+            ``strict()`` looks at the ops it is made of.
     """
 
     name: str
@@ -103,6 +105,7 @@ class OpDef:
     autocast: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     debug: Callable[..., None] | None = None
     differentiable: tuple[str, ...] = ()
+    composed: bool = False
     tolerance_on: Mapping[str, Mapping[torch.dtype, Tolerance]] = field(default_factory=dict)
 
     def tolerance_for(self, dtype: torch.dtype, device: str) -> Tolerance:
@@ -221,7 +224,7 @@ def register(op: OpDef) -> None:
                     calls.clear()
                 calls[key] = (table.PRIORITY, choice.provider.kernels[name])
             return choice.provider.kernels[name](*args, **kwargs)
-        if _STRICT.get():
+        if _STRICT.get() and not definition.composed:
             raise _refuse_reference(name, device, choice)
         return definition.reference(*args, **kwargs)
 

@@ -166,4 +166,5 @@ FP8_LINEAR = OpDef(
     },
     samples=fp8_linear_samples,
     differentiable=("x", "weight", "bias"),
+    composed=True,
 )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ascend_deep import ops
+from ascend_deep.native import table
+from ascend_deep.native._provider import Provider
 
 TOKEN, WEIGHT, ALONG = (1, 128), (128, 128), (128, 1)
 
@@ -180,6 +182,34 @@ def test_a_layer_learns() -> None:
                 weight -= 4.0 * weight.grad  # type: ignore[operator]
         losses[name] = float(loss.detach())
     assert losses["exact"] < 0.5 and abs(losses["fp8"] - losses["exact"]) < 0.02
+
+
+def test_strict_looks_at_the_products_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def kernel(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return ops.reference(name)(*args, **kwargs)
+
+        return run
+
+    def provider(*names: str) -> dict[str, tuple[Provider, ...]]:
+        kernels = {name: kernel(name) for name in names}
+        return {"cpu": (Provider(name="spy", device="cpu", unavailable=lambda: None, kernels=kernels),)}
+
+    x, weight = torch.randn(3, 40), torch.randn(5, 40)
+    wanted = ops.fp8_linear(x, weight)
+    monkeypatch.setattr(table, "PRIORITY", provider("quant_fp8", "gemm_scaled"))
+    with ops.strict():
+        torch.testing.assert_close(ops.fp8_linear(x, weight), wanted)
+    assert seen == ["quant_fp8", "quant_fp8", "gemm_scaled"]
+    monkeypatch.setattr(table, "PRIORITY", provider("quant_fp8"))
+    with (
+        ops.strict(),
+        pytest.raises(RuntimeError, match=r"strict: no provider takes this call of ascend_deep::gemm_scaled"),
+    ):
+        ops.fp8_linear(x, weight)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
