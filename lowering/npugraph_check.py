@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ascend_deep import ops
+from ascend_deep.lowering.torchair import ON_HOST
 from ascend_deep.native.torch_npu import soc
 
 __all__ = ["HostSync", "NotCapturable", "capture_sizes", "host_syncs", "pick", "require_capturable"]
@@ -39,9 +40,6 @@ _READS = {
     "unique_dim": "has a size that depends on values",
     "bincount": "has a size that depends on values",
 }
-
-# Ops of ours whose reference body reads counts on the host.
-_ON_HOST = frozenset({"moe_experts", "moe_experts_backward"})
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _value_is_tensor(node: fx.Node) -> bool:
 
 
 def _of_ours(name: str, node: fx.Node) -> str | None:
-    if name not in _ON_HOST or name not in ops.OPS:
+    if name not in ON_HOST or name not in ops.OPS:
         return None
 
     def value(n: fx.Node) -> Any:

@@ -23,12 +23,12 @@ from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.native.torch_npu import soc
 
-__all__ = ["NoGraphEngineOp", "backend", "decompositions", "expand", "register_converters"]
+__all__ = ["ON_HOST", "NoGraphEngineOp", "backend", "decompositions", "expand", "register_converters"]
 
 _DEVICE = "npu"
 
-# Reference bodies that read counts on the host. All others are tensor code and can be traced.
-_ON_HOST = frozenset(
+# Ops whose reference bodies read counts on the host. All others are tensor code and can be traced.
+ON_HOST = frozenset(
     {
         "k_grouped_gemm_bf16",
         "k_grouped_gemm_bf16_acc_",
@@ -59,7 +59,7 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
         choice = ops.provider(name, _DEVICE, args, kwargs)
         if choice.provider is not None:
             return choice.provider.kernels[name](*args, **kwargs)
-    if name not in _ON_HOST:
+    if name not in ON_HOST:
         # Traced after functionalisation, where nothing may be changed in place.
         return torch.func.functionalize(ops.reference(name))(*args, **kwargs)
     why = "; ".join(map(str, choice.refusals)) or "there is no provider for NPUs."
