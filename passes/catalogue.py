@@ -27,6 +27,7 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
     "grouped_mm": ("ascend_deep.passes.grouped_mm", "RECOGNISER"),
+    "quantise": ("ascend_deep.passes.quantise", "RECOGNISER"),
     "fp8_linear": ("ascend_deep.passes.fp8_linear", "RECOGNISER"),
     "scaled_mm": ("ascend_deep.passes.fp8_linear", "SCALED_MM"),
     "upcast_matmul": ("ascend_deep.passes.upcast_matmul", "RECOGNISER"),

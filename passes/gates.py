@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,8 @@ def prove(recogniser: Recogniser, region: Region, solution: Solution) -> Proof |
     probes = recogniser.probes(region, solution)
     if len({p.seed for p in probes}) < 3:
         raise AssertionError(f"recogniser {recogniser.name} must probe with at least three seeds")
-    dtype = _float_dtype(region)
-    tolerance = ops.op(solution.op).tolerance[dtype]
+    known = ops.op(solution.op).tolerance
+    tolerance = known[_float_dtype(region, known)]
     # Results in half precision may round to another neighbour, once in the op and once in the block.
     coarse = max(torch.finfo(d).eps for d in _float_dtypes(region.outputs)) if _float_dtypes(region.outputs) else 0.0
     rtol = max(tolerance.rtol, 2 * coarse)
@@ -111,15 +111,16 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _float_dtype(region: Region) -> torch.dtype:
+def _float_dtype(region: Region, known: Collection[torch.dtype]) -> torch.dtype:
     """The lowest-precision float dtype among inputs, outputs and operands: the one whose rounding the results show.
 
-    A recogniser whose block casts between its inputs and its products says so in the hint "compute".
+    A recogniser whose block casts between its inputs and its products says so in the hint "compute". Dtypes that the op
+    has no tolerance for (``known``) are what it returns codes in.
     """
     dtypes = _float_dtypes([*region.inputs.values(), *region.outputs])
     if "compute" in region.hints:
         dtypes.append(getattr(torch, region.hints["compute"]))
-    return max(dtypes, key=lambda d: torch.finfo(d).eps)
+    return max([d for d in dtypes if d in known] or dtypes, key=lambda d: torch.finfo(d).eps)
 
 
 def _float_dtypes(nodes: Sequence[fx.Node]) -> list[torch.dtype]:

@@ -350,7 +350,8 @@ def _nothing_to_compute(anchor: fx.Node) -> Refusal | None:
 
 def _unseen(recogniser: Recogniser, region: Region, solution: Solution) -> Refusal | None:
     """What probes cannot see: see ``safeguards``. Recognisers say where they check for themselves."""
-    refusal = safeguards.unexplained_thresholds(region, solution)
+    explained = getattr(recogniser, "explained", ()), getattr(recogniser, "roundings", ())
+    refusal = safeguards.unexplained_thresholds(region, solution, *explained)
     if refusal is None and not getattr(recogniser, "checks_gradients", False):
         refusal = safeguards.cut_gradients(region)
     role: str = getattr(recogniser, "row_wise", "")

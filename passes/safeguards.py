@@ -8,7 +8,7 @@ region instead, and refuse what the solution does not account for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,9 +43,16 @@ _ALONG: Mapping[str, tuple[int, Any]] = {
 _POSITIONS = frozenset({"aten.arange", "aten.linspace", "aten.tril", "aten.triu", "aten.constant_pad_nd"})
 
 
-def unexplained_thresholds(region: Region, solution: Solution) -> Refusal | None:
-    """Refuse clamps and comparisons of floats at a number that no attribute of the solution stands for."""
-    known = {0.0}
+def unexplained_thresholds(
+    region: Region, solution: Solution, explained: Collection[float] = (), roundings: Collection[str] = ()
+) -> Refusal | None:
+    """Refuse clamps and comparisons of floats at a number that no attribute of the solution stands for.
+
+    Args:
+        explained: numbers that the op's own rule has, and that the recogniser tries.
+        roundings: names of rounding ops that are part of the op's rule.
+    """
+    known = {0.0, *explained}
     for value in solution.attrs.values():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             known |= {float(value), -float(value)}
@@ -54,7 +61,7 @@ def unexplained_thresholds(region: Region, solution: Solution) -> Refusal | None
         if name not in _THRESHOLDS or not _reads_floats(node):
             continue
         bare = name.removeprefix("aten.")
-        if name in _ALWAYS or name in _ROUNDING:
+        if name in _ALWAYS or (name in _ROUNDING and bare not in roundings):
             return Refusal(f"the block applies {bare}, which no attribute of {solution.op} stands for.", node)
         for number in _literals([node.args[1:], list(node.kwargs.values())]):
             if math.isfinite(number) and not any(math.isclose(number, k, rel_tol=1e-6) for k in known):

@@ -1,0 +1,144 @@
+"""Quantisation to FP8 written by hand becomes ``quant_fp8`` if it is that rule, lower bound included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gemm_tools import compiled
+
+ONLY = ("quantise",)
+FP8, B = torch.float8_e4m3fn, 128
+
+
+def rows(x, floor=1e-4, group=B):
+    blocks = x.float().view(*x.shape[:-1], -1, group)
+    s = blocks.abs().amax(-1, keepdim=True).clamp(min=floor) / 448.0
+    return (blocks / s).to(FP8).view(x.shape), s.squeeze(-1)
+
+
+def reciprocal(x):
+    blocks = x.float().unflatten(-1, (-1, B))
+    s = torch.clamp_min(blocks.abs().amax(-1), 1e-4) / 448
+    return (blocks * (1.0 / s)[..., None]).clamp(-448, 448).to(FP8).flatten(-2), s
+
+
+def powers(x):
+    blocks = x.float().view(x.shape[0], -1, 32)
+    s = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0).log2().ceil().exp2()
+    return (blocks / s).to(FP8).view(x.shape), s[..., 0]
+
+
+def weight(x):
+    n, k = x.shape
+    blocks = x.float().view(n // B, B, k // B, B)
+    s = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448
+    return (blocks / s).to(FP8).view(n, k), s.view(n // B, k // B)
+
+
+def whole_row(x):
+    s = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    return (x / s).clamp(-448.0, 448.0).to(FP8), s
+
+
+SPELLINGS = {
+    "rows of groups": (rows, (6, 384), [1, 128], False),
+    "groups of 32": (lambda x: rows(x, group=32), (6, 96), [1, 32], False),
+    "reciprocal and clamp": (reciprocal, (6, 384), [1, 128], False),
+    "powers of two": (powers, (6, 96), [1, 32], True),
+    "weight": (weight, (384, 512), [128, 128], False),
+    "whole rows": (whole_row, (6, 80), [1, 80], False),
+    "three dims": (rows, (2, 3, 256), [1, 128], False),
+}
+
+
+def same(got, want):
+    (q, s), (wq, ws) = got, want
+    assert q.dtype == FP8 and q.shape == wq.shape and s.shape == ws.shape and s.stride() == ws.stride()
+    torch.testing.assert_close(s, ws, rtol=3e-7, atol=0)
+    apart = q.float() != wq.float()
+    assert float(apart.float().mean()) <= 1e-2  # ties
+    assert bool(((q.float() - wq.float()).abs() <= 0.13 * wq.float().abs() + 2**-9).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name, dtype):
+    f, shape, gran, ue8m0 = SPELLINGS[name]
+    x = (torch.randn(shape) * 3).to(dtype)
+    x[..., 0, :] = 0  # a row of zeros
+    with torch.no_grad():
+        got, run = compiled(f, x, recognisers=ONLY)
+        assert run.ops == ["quant_fp8"], run.reasons
+        assert list(run.call("quant_fp8").kwargs["gran"]) == gran and run.call("quant_fp8").kwargs["ue8m0"] is ue8m0
+        same(got, f(x))
+
+
+@pytest.mark.parametrize("name", ["rows of groups", "powers of two", "whole rows"])
+def test_dynamic_rows(name):
+    f, shape, _, _ = SPELLINGS[name]
+    x = torch.randn(shape)
+    with torch.no_grad():
+        got, run = compiled(f, x, recognisers=ONLY, dynamic=True)
+        assert run.ops == ["quant_fp8"], run.reasons
+        same(got, f(x))
+
+
+def test_a_gradient_may_be_asked_for():
+    x = torch.randn(6, 256, requires_grad=True)
+    got, run = compiled(rows, x, recognisers=ONLY)
+    assert run.ops == [] and "a gradient may be asked for" in run.reasons[0]
+    same(got, rows(x))
+    _, run = compiled(lambda x: rows(x.detach()), x, recognisers=ONLY)
+    assert run.ops == ["quant_fp8"]
+
+
+NEAR_MISSES = {
+    "another bound": (lambda x: rows(x, floor=1e-12), "another lower bound"),
+    "another largest": (lambda x: (x / (x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 240)).to(FP8), None),
+    "signed largest": (lambda x: (x / (x.amax(-1, keepdim=True).clamp(min=1e-4) / 448)).to(FP8), None),
+    "rounded scale": (
+        lambda x: (x / (x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).bfloat16().float()).to(FP8), None,
+    ),
+    "doubled": (lambda x: (2 * x / (x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)).to(FP8), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses(name):
+    f, words = NEAR_MISSES[name]
+    x = torch.randn(6, 256) * 2
+    with torch.no_grad():
+        got, run = compiled(f, x, recognisers=ONLY)
+        want = f(x)
+    assert run.ops == [], "fused"
+    assert (words or "not the rule of quant_fp8") in run.reasons[0], run.reasons
+    first = got[0] if isinstance(got, tuple) else got
+    other = want[0] if isinstance(want, tuple) else want
+    assert torch.equal(first.float().nan_to_num(7), other.float().nan_to_num(7))
+
+
+def test_a_given_scale_is_not_looked_for():
+    with torch.no_grad():
+        x, s = torch.randn(6, 256), torch.rand(6, 1) + 0.5
+        _, run = compiled(lambda x, s: (x / s).to(FP8), x, s, recognisers=ONLY)
+    assert run.ops == [] and "not scaled by its own largest numbers" in run.reasons[0]
+
+
+def test_with_the_product_that_follows():
+    """Quantise and multiply: both become ops, and the data go from one to the other."""
+
+    def f(x, w, sw):
+        q, s = rows(x)
+        wide = (q.float().view(x.shape[0], -1, B) * s[..., None]).flatten(1)
+        return wide @ (w.float() * sw.repeat_interleave(B, 0).repeat_interleave(B, 1)).t()
+
+    x, w, sw = torch.randn(6, 384), torch.randn(256, 384).to(FP8), torch.rand(2, 3) + 0.1
+    with torch.no_grad():
+        got, run = compiled(f, x, w, sw, recognisers=("quantise", "fp8_linear"))
+        want = f(x, w, sw)
+    assert sorted(run.ops) == ["gemm_scaled", "quant_fp8"], run.reasons
+    behind = run.call("gemm_scaled").args[0]
+    while behind.op == "call_function" and behind is not run.call("quant_fp8"):
+        behind = behind.args[0]
+    assert behind is run.call("quant_fp8")
+    assert float((got - want).abs().max()) <= 1e-3 * float(want.abs().max())
