@@ -7,7 +7,7 @@ namespace ascend_deep_cpu {
 namespace {
 
 constexpr int64_t kMaxTokens = 480;                // packed at a time; a multiple of all panel widths
-constexpr int64_t kMaxPacked = int64_t{24} << 20;  // floats
+constexpr int64_t kMaxPacked = int64_t{2} << 20;   // floats that are packed at a time, if that is not less than a product
 constexpr int64_t kFewRows = 64;                   // up to so many columns of D change places with many rows
 
 int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
