@@ -98,7 +98,8 @@ def prove(recogniser: Recogniser, region: Region, solution: Solution) -> Proof |
 
 def tolerance_on(region: Region, solution: Solution, device: str) -> ops.Tolerance:
     """How far the op may be from the block on ``device``, by the lowest precision among the block's numbers."""
-    return ops.op(solution.op).tolerance_for(_float_dtype(region), device)
+    op = ops.op(solution.op)
+    return op.tolerance_for(_float_dtype(region, op.tolerance), device)
 
 
 def _same(a: Any, b: Any) -> bool:
