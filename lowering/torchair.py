@@ -38,6 +38,7 @@ ON_HOST = frozenset(
         "m_grouped_gemm_scaled",
         "moe_experts",
         "moe_experts_backward",
+        "paged_kv_write_",
         "paged_mqa_logits",
         "paged_mqa_logits_metadata",
         "paged_mqa_topk",
