@@ -59,8 +59,7 @@ __all__ = [
 ]
 
 FP8 = torch.float8_e4m3fn
-_X2 = getattr(torch, "float4_e2m1fn_x2", None)
-FP4: tuple[torch.dtype, ...] = (torch.int8, torch.uint8, *((_X2,) if _X2 is not None else ()))
+FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 QUANTISED = (FP8, *FP4)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -257,6 +257,20 @@ def test_packed_and_logical_scales_give_the_same_bits() -> None:
         assert ops.gemm_scaled(qa, words[0].contiguous(), qb, sfb, **recipes).equal(wanted)
 
 
+def test_the_dtype_that_holds_fp4_pairs_changes_nothing() -> None:
+    (qa, sfa), (qb, sfb) = ops.quant_fp4(torch.randn(5, 64)), ops.quant_fp4(torch.randn(9, 64))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return ops.gemm_scaled(a, sfa, b, sfb, recipe_a=(1, 32), recipe_b=(1, 32), alpha=1.7)
+
+    wanted = product(qa, qb)
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    for a in naive.FP4:
+        for b in naive.FP4:
+            assert product(qa.view(a), qb.view(b)).equal(wanted)
+    assert compiled(qa.view(torch.float4_e2m1fn_x2), qb.view(torch.float4_e2m1fn_x2)).equal(wanted)
+
+
 def test_the_scale_of_a_group_reaches_exactly_its_group() -> None:
     """K is no multiple of the group, M and N of nothing: one scale changed, one block of D changes."""
     qa, sfa = ops.quant_fp8(torch.randn(5, 70), gran=(2, 32))

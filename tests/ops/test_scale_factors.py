@@ -167,6 +167,26 @@ def test_zero_blocks_stay_zero_and_their_scale_is_finite() -> None:
     assert (ops.dequant(data, sf, gran=(1, 32))[:128, 128:256] == 0).all() and (sf > 0).all()
 
 
+@pytest.mark.parametrize("runner", ["op", "reference"])
+def test_the_reciprocal_of_the_scale_is_taken_first(runner: str) -> None:
+    """x (1 / s) and x / s differ in the last bit, and next to a tie between two codes that shows."""
+    amax = 1.0 + torch.rand(800, 1)
+    ties = torch.tensor([(naive.e4m3(b) + naive.e4m3(b + 1)) / 2 for b in range(0x40, 0x70, 5)])
+    s = (amax.double() / 448.0).float()
+    x = torch.cat((amax, s * ties), 1)
+    sample = ops.Sample("", (x,), {"gran": (1, x.shape[1]), "ue8m0": False, "sf_format": "fp32"})
+    data, sf = naive.run(runner, "quant_fp8", sample)
+    assert sf.equal(s)
+    reciprocal = (1.0 / s.double()).float()
+
+    def codes(divided: Tensor) -> list[int]:
+        return [naive.to_e4m3(v) for v in divided.float().flatten().tolist()]
+
+    wanted = codes(x.double() * reciprocal.double())
+    assert data.view(torch.uint8).flatten().tolist() == wanted
+    assert codes(x.double() / s.double()) != wanted
+
+
 @pytest.mark.parametrize("value", [448.0, -448.0, 464.0, 465.0, 1000.0, 3e38])
 def test_the_largest_number_of_a_block_saturates_at_most_to_448(value: float) -> None:
     x = torch.tensor([[value, value / 2, 0.0, 0.0]])
