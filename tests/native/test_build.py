@@ -139,6 +139,24 @@ for name in isa().replace('*', '').split():
         CPU.kernels['moe_route'](at_the_end(torch.randn(4, h).to(dtype)), None, topk=2, scoring='softmax',
             select='scores', renorm='sum', eps=0.0, scale=1.0, n_group=1, topk_group=1, group_score='max',
             group_fill='zero')
+    fp8 = lambda *size: at_the_end(torch.randint(0, 127, size, dtype=torch.uint8)).view(torch.float8_e4m3fn)
+    fp4 = lambda *size: at_the_end(torch.randint(-128, 128, size, dtype=torch.int8))
+    for m, n, k in itertools.product((1, 2, 5, 20), (1, 7, 33), (2, 34, 130)):
+        sf = lambda rows, gran: at_the_end(torch.rand(rows, -(-k // gran)))
+        attributes = {'layout': 'nt', 'out_dtype': None, 'alpha': None}
+        CPU.kernels['gemm_bf16'](at_the_end(torch.randn(m, k).bfloat16()), at_the_end(torch.randn(n, k).bfloat16()),
+            at_the_end(torch.randn(m, n).bfloat16()), **attributes)
+        for b, gran in ((fp8(n, k), 128), (fp4(n, k // 2), 32), (fp8(n, k), 48)):
+            CPU.kernels['gemm_scaled'](fp8(m, k), sf(m, 128), b, sf(n, gran), None, recipe_a=(1, 128),
+                recipe_b=(1, gran), **attributes)
+        CPU.kernels['gemm_scaled'](fp8(k, m), sf(m, 32), fp8(k, n), sf(n, 32), None, recipe_a=(1, 32),
+            recipe_b=(1, 32), **{**attributes, 'layout': 'tn'})
+        data, scales = CPU.kernels['quant_fp8'](at_the_end(torch.randn(m, k)), gran=(1, 32), ue8m0=True,
+            sf_format='ue8m0x4')
+        CPU.kernels['quant_fp4'](at_the_end(torch.randn(m, k).bfloat16()), gran_k=32, sf_format='fp32')
+        CPU.kernels['dequant'](fp4(n, k // 2), sf(n, 32), gran=(1, 32), sf_format='fp32', out_dtype=None)
+        CPU.kernels['swiglu_quant'](at_the_end(torch.randn(m, 2 * k)), None, act='silu', alpha=1.0, limit=None,
+            interleaved=k == 34, gran_k=32, ue8m0=True, sf_format='fp32')
 print('done')
 """
 

@@ -65,3 +65,237 @@ def test_samples_on_every_instruction_set(name: str, each_isa: str) -> None:
             size = float(as_numbers(b).nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
             close(a, b, rtol=rtol, atol=3e-6 * size, name=sample.name)
     assert count >= 2
+
+
+# ---- dense products over sizes, formats, layouts and strides ---------------------------------------------------------
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+RECIPES = ((1, 128), (128, 128), (1, 32), (64, 64), (3, 48), (1, 256))
+
+
+class Operand:
+    """A random operand whose numbers are multiples of 1/2 up to 6 times small powers of two, so that sums are exact."""
+
+    def __init__(self, g: torch.Generator, rows: int, k: int, fmt: str, transposed: bool) -> None:
+        codes = torch.randint(16, (rows, k), generator=g)
+        grid = torch.tensor([*E2M1, *(-v for v in E2M1)])
+        self.recipe = RECIPES[int(torch.randint(len(RECIPES), (), generator=g))]
+        shape = tuple(-(-size // gran) for size, gran in zip((rows, k), self.recipe, strict=True))
+        self.sf = torch.exp2(torch.randint(-2, 3, shape, generator=g).float())
+        if int(torch.randint(2, (), generator=g)):
+            self.sf = self.sf.t().contiguous().t()
+        stored = codes.t().contiguous() if transposed else codes
+        if fmt == "fp4":
+            pairs = stored.to(torch.uint8)
+            self.data = pairs[:, 0::2] | (pairs[:, 1::2] << 4)
+        else:
+            # In a wider buffer, so that rows are not next to each other.
+            wide = torch.randn(stored.shape[0], stored.shape[1] + 5, generator=g).to(FP8)
+            wide[:, 2:-3] = grid[stored].to(FP8)
+            self.data = wide[:, 2:-3]
+        scales = self.sf.repeat_interleave(self.recipe[0], 0)[:rows].repeat_interleave(self.recipe[1], 1)[:, :k]
+        self.numbers = grid[codes].double() * scales.double()
+
+
+SIZES = (
+    (1, 1, 2), (1, 33, 200), (1, 70, 640), (2, 9, 130), (3, 70, 258), (4, 12, 1030), (7, 20, 514), (16, 24, 256),
+    (17, 40, 64), (27, 257, 128), (50, 4, 96), (90, 1, 300), (100, 130, 160), (530, 18, 66),
+    (0, 3, 4), (3, 0, 4), (3, 4, 0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp4"), ("fp4", "fp8")], ids="x".join)
+def test_scaled_products_are_exact(formats: tuple[str, str], each_isa: str) -> None:
+    g = torch.Generator().manual_seed(len(formats[0] + each_isa))
+    for m, n, k in SIZES:
+        for layout in ("nt", "nn", "tn", "tt"):
+            if (formats[0] == "fp4" and layout[0] == "t" and m % 2) or (
+                formats[1] == "fp4" and layout[1] == "n" and n % 2
+            ):
+                continue
+            a = Operand(g, m, k, formats[0], layout[0] == "t")
+            b = Operand(g, n, k, formats[1], layout[1] == "n")
+            c = torch.randint(-8, 9, (n, m), generator=g).float().t()
+            with ops.strict():
+                got = ops.gemm_scaled(
+                    a.data, a.sf, b.data, b.sf, c, recipe_a=a.recipe, recipe_b=b.recipe, layout=layout, alpha=-0.5
+                )
+            wanted = c.double() - 0.5 * (a.numbers @ b.numbers.t())
+            assert torch.equal(got.double(), wanted), (m, n, k, layout, a.recipe, b.recipe)
+
+
+def test_bf16_products_are_exact(each_isa: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    for m, n, k in (*SIZES, (5, 3, 7), (20, 31, 33), (45, 65, 129)):
+        for layout in ("nt", "nn", "tn", "tt"):
+            a, b = (torch.randint(-4, 5, (rows, k), generator=g).bfloat16() for rows in (m, n))
+            left, right = (
+                x if letter == keep else x.t().contiguous()
+                for x, letter, keep in zip((a, b), layout, "nt", strict=True)
+            )
+            d = torch.full((n, m + 2), 3.0)[:, 1:-1].t() if m else torch.empty(0, n)
+            ops.gemm_bf16_out(d, left, right, d, layout=layout, alpha=2.0)
+            assert torch.equal(d.double(), 3 + 2 * (a.double() @ b.double().t())), (m, n, k, layout)
+            assert torch.equal(
+                ops.gemm_bf16(left, right, layout=layout, out_dtype=torch.float32), a.float() @ b.float().t()
+            )
+
+
+def test_operands_without_any_unit_stride(each_isa: str) -> None:
+    g = torch.Generator().manual_seed(6)
+    a = torch.randint(-4, 5, (9, 2, 40, 3), generator=g).bfloat16()[:, 1, :, 2]
+    b = torch.randint(-4, 5, (1, 40), generator=g).bfloat16().expand(21, 40)
+    assert torch.equal(ops.gemm_bf16(a, b, out_dtype=torch.float32), a.float() @ b.float().t())
+    assert torch.equal(ops.gemm_bf16(b, a, out_dtype=torch.float32), b.float() @ a.float().t())
+    coded = a.to(FP8)
+    sf = torch.ones(1, 1).expand(9, 1)
+    got = ops.gemm_scaled(coded, sf, coded, sf, recipe_a=(1, 64), recipe_b=(1, 64), out_dtype=torch.float32)
+    assert torch.equal(got, a.float() @ a.float().t())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 20])
+def test_every_code_at_every_place(tokens: int, each_isa: str) -> None:
+    """Weight row c has code c at one place and zeros elsewhere; the NaN makes its own row NaN and no other."""
+    k, places = 300, (0, 1, 31, 32, 63, 64, 127, 128, 255, 256, 299)
+    x = torch.ones(tokens, k).to(FP8)
+    one = torch.ones(tokens, 2)
+    all_codes = torch.arange(256, dtype=torch.uint8)
+    for transposed in (False, True):
+        layout = "nn" if transposed else "nt"
+        for place in places:
+            w = torch.zeros(256, k, dtype=torch.uint8)
+            w[:, place] = all_codes
+            stored = w.t().contiguous() if transposed else w
+            sf = torch.full((256, 2), 0.25)
+            got = ops.gemm_scaled(
+                x,
+                one,
+                stored.view(FP8),
+                sf,
+                recipe_a=(1, 256),
+                recipe_b=(1, 256),
+                layout=layout,
+                out_dtype=torch.float32,
+            )
+            wanted = (all_codes.view(FP8).float() * 0.25).expand(tokens, 256)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+        for place in places:
+            w = torch.zeros(16, k, dtype=torch.uint8)
+            w[:, place] = all_codes[:16]
+            stored = w.t().contiguous() if transposed else w
+            pairs = (stored[:, 0::2] | (stored[:, 1::2] << 4)).view(torch.int8)
+            sf = torch.full((16, 10), 8.0)
+            got = ops.gemm_scaled(
+                x, one, pairs, sf, recipe_a=(1, 256), recipe_b=(1, 32), layout=layout, out_dtype=torch.float32
+            )
+            wanted = 8 * torch.tensor([*E2M1, *(-v for v in E2M1)]).expand(tokens, 16)
+            assert torch.equal(got, wanted), place
+
+
+@pytest.mark.parametrize("sf_format", ["fp32", "ue8m0x4", "ue8m0x2"])
+@pytest.mark.parametrize("tokens", [1, 6, 20])
+def test_scales_of_any_form_give_the_same_bits(sf_format: str, tokens: int, each_isa: str) -> None:
+    g = torch.Generator().manual_seed(9)
+    x, w = torch.randn(tokens, 416, generator=g), torch.randn(37, 416, generator=g)
+    w[5, 64:96] = 0  # the least scale
+    plain = [*ops.quant_fp8(x, gran=(1, 32), ue8m0=True), *ops.quant_fp4(w)]
+    packed = [*ops.quant_fp8(x, gran=(1, 32), ue8m0=True, sf_format=sf_format), *ops.quant_fp4(w, sf_format=sf_format)]
+    results = [ops.gemm_scaled(*operands, recipe_a=(1, 32), recipe_b=(1, 32)) for operands in (plain, packed)]
+    assert torch.equal(results[0], results[1])
+
+
+def test_thread_counts_give_the_same_bits(threads: None) -> None:
+    g = torch.Generator().manual_seed(10)
+    cases = [
+        (torch.randn(m, 700, generator=g), torch.randn(n, 700, generator=g))
+        for m, n in ((1, 3000), (40, 2000), (900, 24))
+    ]
+    found: list[list[Tensor]] = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        results = []
+        for x, w in cases:
+            results.append(ops.gemm_bf16(x.bfloat16(), w.bfloat16()))
+            x8, w8 = ops.quant_fp8(x, gran=(1, 128)), ops.quant_fp8(w, gran=(128, 128))
+            results.append(ops.gemm_scaled(*x8, *w8, recipe_a=(1, 128), recipe_b=(128, 128)))
+        found.append(results)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_row_of_a_group_does_not_depend_on_the_others(each_isa: str) -> None:
+    """Labels in any order: the same rows, sorted or not; rows without a group are zero whatever they hold."""
+    g = torch.Generator().manual_seed(11)
+    a, b = torch.randn(60, 72, generator=g).bfloat16(), torch.randn(4, 19, 72, generator=g).bfloat16()
+    labels = torch.randint(-1, 4, (60,), generator=g).int()
+    a[labels < 0] = torch.nan
+    got = ops.m_grouped_gemm_bf16(a, b, labels, grouping="labels", alignment=1)
+    order = labels.argsort(stable=True)
+    again = ops.m_grouped_gemm_bf16(a[order], b, labels[order], grouping="labels", alignment=1)
+    assert torch.equal(got[order], again)
+    assert not got[labels < 0].any() and got[labels >= 0].isfinite().all()
+
+
+# ---- what the kernels refuse -----------------------------------------------------------------------------------------
+
+
+def _refused_bf16() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    a, b, kw = (
+        torch.randn(3, 8).bfloat16(),
+        torch.randn(5, 8).bfloat16(),
+        {"layout": "nt", "out_dtype": None, "alpha": None},
+    )
+    return {
+        "f32": ((a.float(), b, None), kw),
+        "f16": ((a, b.half(), None), kw),
+        "rank": ((a[0], b, None), kw),
+        "k": ((a, b[:, :7], None), kw),
+        "layout": ((a, b, None), {**kw, "layout": "tt"}),
+        "no layout": ((a, b, None), {**kw, "layout": "NT"}),
+        "out": ((a, b, None), {**kw, "out_dtype": torch.float16}),
+        "c shape": ((a, b, torch.randn(5, 3).bfloat16()), kw),
+        "c broadcasts": ((a, b, torch.randn(1, 5).bfloat16()), kw),
+        "c dtype": ((a, b, torch.randn(3, 5)), {**kw, "out_dtype": torch.bfloat16}),
+        "c f16": ((a, b, torch.randn(3, 5).half()), kw),
+    }
+
+
+def _refused_scaled() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    a, b = torch.randn(3, 96).to(FP8), torch.randn(6, 96).to(FP8)
+    sfa, sfb = torch.rand(3, 1), torch.rand(1, 1)
+    kw = {"recipe_a": [1, 128], "recipe_b": [128, 128], "layout": "nt", "out_dtype": None, "alpha": None}
+    words = torch.zeros(6, 1, dtype=torch.int32)
+    return {
+        "bf16": ((a.bfloat16(), sfa, b, sfb, None), kw),
+        "e5m2": ((a, sfa, b.to(torch.float8_e5m2), sfb, None), kw),
+        "fp4 of half the depth": ((a, sfa, b.view(torch.int8)[:, :40], sfb, None), kw),
+        "scales of the other": ((a, sfb, b, sfa, None), kw),
+        "scale shape": ((a, sfa, b, torch.rand(2, 1), None), kw),
+        "scale rank": ((a, sfa[:, 0], b, sfb, None), kw),
+        "f64 scales": ((a, sfa.double(), b, sfb, None), kw),
+        "block 0": ((a, sfa, b, sfb, None), {**kw, "recipe_a": [1, 0]}),
+        "packed, 128 rows": ((a, sfa, b, words[:1], None), kw),
+        "packed, too many": ((a, sfa, b, torch.zeros(6, 2, dtype=torch.int32), None), {**kw, "recipe_b": [1, 32]}),
+        "c": ((a, sfa, b, sfb, torch.zeros(3, 5)), kw),
+    }
+
+
+@pytest.mark.parametrize("name", ["gemm_bf16", "gemm_scaled"])
+def test_the_kernel_refuses_what_the_op_refuses(name: str) -> None:
+    """It is called without the checks of the op in between."""
+    for case, (args, kwargs) in (_refused_bf16() if name == "gemm_bf16" else _refused_scaled()).items():
+        with pytest.raises((ValueError, TypeError), match=name):
+            ops.op(name).overload(*args, **kwargs)
+        with pytest.raises(RuntimeError, match="ascend_deep: "):
+            CPU.direct[name]()(*args, **kwargs)
+            pytest.fail(f"the kernel takes {case}")
+
+
+def test_float64_is_left_to_the_reference() -> None:
+    x = torch.randn(4, 64, dtype=torch.float64)
+    choice = ops.provider("quant_fp8", "cpu", (x,), {"gran": (1, 32), "ue8m0": False, "sf_format": "fp32"})
+    assert choice.provider is None and "float64" in choice.refusals[0].reason
+    data, sf = ops.quant_fp8(x.float(), gran=(1, 32))
+    kwargs = {"gran": (1, 32), "sf_format": "fp32", "out_dtype": torch.float16}
+    choice = ops.provider("dequant", "cpu", (data, sf), kwargs)
+    assert choice.provider is None and "float16" in choice.refusals[0].reason
