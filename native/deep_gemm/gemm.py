@@ -18,6 +18,9 @@ from ascend_deep.native.deep_gemm.gemm_differences import Gemm
 __all__ = ["aligned", "gemm_bf16", "gemm_bf16_acc_", "gemm_bf16_out", "gemm_scaled", "scales", "sizes", "starting"]
 
 
+_DENSE = {layout: "bf16_gemm_" + layout for layout in ("nt", "nn", "tn", "tt")}
+
+
 def sizes(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     """M, N and K (of the tensors as stored: fp4 pairs count once) from the last two dimensions."""
     m, k = a.shape[-2:] if layout[0] == "n" else (a.shape[-1], a.shape[-2])
@@ -55,11 +58,11 @@ def gemm_bf16(
 ) -> Tensor:
     """The op ``gemm_bf16``."""
     m, n, _ = sizes(a, b, layout)
-    function = getattr(library, "bf16_gemm_" + layout)
-    if c is None and alpha is None and row.compiled_dims is not None:
+    function = getattr(library, _DENSE[layout])
+    if c is None and alpha is None and row.compiled_dims is not None and not (a.data_ptr() | b.data_ptr()) & 15:
         # The short way of the common call.
-        d = torch.empty((m, n), dtype=out_dtype or torch.bfloat16, device=a.device)
-        function(aligned(row, a), aligned(row, b), d, None, row.compiled_dims)
+        d = a.new_empty((m, n)) if out_dtype is None else a.new_empty((m, n), dtype=out_dtype)
+        function(a, b, d, None, row.compiled_dims)
         return d
     dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
     d = a.new_empty((m, n), dtype=dtype) if c is None else starting(c, a, (m, n), dtype)
@@ -134,6 +137,21 @@ def gemm_scaled(
     alpha: float | None,
 ) -> Tensor:
     """The op ``gemm_scaled``."""
+    if (
+        c is None
+        and alpha is None
+        and layout == "nt"
+        and row.compiled_dims is not None
+        and row.sf_dtype == torch.float32
+    ):
+        dtype, must_add = row.scaled[recipe_b[0]]
+        straight = a.stride(1) == 1 == b.stride(1) and sfa.is_contiguous() and sfb.is_contiguous()
+        if straight and not must_add and not (a.data_ptr() | b.data_ptr()) & 15:
+            # The short way of the common call.
+            d = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+            recipe = (1, recipe_b[0], recipe_b[1])
+            library.fp8_fp4_gemm_nt((a, sfa), (b, sfb), d, None, recipe, None, None, row.compiled_dims)
+            return d
     left, right = k_major(row, a, layout[0] == "t"), k_major(row, b, layout[1] == "n")
     dtype, must_add = row.scaled[int(recipe_b[0])]
     shape = (left.shape[0], right.shape[0])

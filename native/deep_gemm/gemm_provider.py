@@ -38,6 +38,11 @@ def _row_of(kind: str, index: int | None) -> Gemm | None:
     return row_of(kind, torch.cuda.get_device_capability(index) if kind == "cuda" else None)
 
 
+@functools.cache
+def _one_device() -> bool:
+    return torch.cuda.device_count() == 1
+
+
 def _row(x: Tensor) -> Gemm | None:
     device = x.device
     return _row_of(device.type, device.index)
@@ -47,7 +52,7 @@ def _kernel(function: Callable[..., Any], library: Callable[[], Any]) -> Callabl
     def kernel(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device
         row = _row_of(device.type, device.index)
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        if device.type != "cuda" or _one_device() or device.index == torch.cuda.current_device():
             return function(library(), row, *args, **kwargs)
         with torch.cuda.device(device):  # the library launches on the current device
             return function(library(), row, *args, **kwargs)

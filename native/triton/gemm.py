@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ascend_deep.native.triton import gemm_vector
 from ascend_deep.native.triton.gemm_kernels import gemm_kernel, sum_kernel
+from ascend_deep.native.triton.gemm_layouts import blocks_of
 from ascend_deep.native.triton.gemm_plan import DECODE_ROWS, Tile, parts_for, tile_for, vector_for
-from ascend_deep.native.triton.launch import Rows
+from ascend_deep.native.triton.launch import Rows, key_of, repeat
 from ascend_deep.native.triton.launch import launch as launch_kernel
 from ascend_deep.native.triton.plan import power_of_two
 
@@ -97,10 +98,18 @@ def launch(
     groups = b.shape[0] if b.dim() == 3 else 1
     if m == 0 or n == 0 or groups == 0:
         return
+    sfa, sfb = scales or (None, None)
+    tensors = (a, b, c, out, sfa, sfb, layout)
+    known = None
+    if tile is None:
+        key = key_of(tensors, "gemm", alpha, grouping, alignment, expected)
+        if repeat(key, tensors):
+            return
+        known = (key, tensors)
     if m == 1 and grouping == DENSE and tile is None and gemm_vector.takes(b, scales):
         plan = vector_for(n, k, b.element_size())
         if plan is not None:
-            gemm_vector.vector(a, b, c, out, alpha, scales, plan)
+            gemm_vector.vector(a, b, c, out, alpha, scales, plan, known and (known[0], tensors[:6]))
             return
     rows = m if grouping == DENSE else max(1, expected or -(-m // groups))
     tile = tile or tile_for(rows, n, k, scaled=scales is not None, groups=groups, grouped=grouping != DENSE)
@@ -119,7 +128,6 @@ def launch(
     else:
         m_tiles = -(-m // tile.rows)
     work = out if tile.splits == 1 else out.new_empty((tile.splits, m, n), dtype=torch.float32)
-    sfa, sfb = scales or (None, None)
     gran_n = 1 if sfb is not None and sfb.shape[-2] == n and n > 1 else 128
     grid = (m_tiles * -(-n // tile.columns), tile.splits, groups if grouping == MASKED else 1)
     args = (
@@ -164,7 +172,7 @@ def launch(
         "STAGES": tile.stages,
         "num_warps": tile.warps,
     }
-    launch_kernel(gemm_kernel, grid, args, options)
+    launch_kernel(gemm_kernel, grid, args, options, known if tile.splits == 1 else None)
     if tile.splits > 1:
         _sum(work, c, out, alpha, tile.splits)
 
@@ -242,12 +250,14 @@ def gemm_scaled(
 
 
 def _for_warp_groups(a: Tensor, b: Tensor, sfb: Tensor, out: Tensor) -> bool:
-    """Whether the fp8 kernel of Hopper takes a [M, K] and b [N, K]."""
-    rows = out.shape[0] > DECODE_ROWS and out.dtype == torch.bfloat16 and out.shape[1] % 8 == 0
-    blocks = sfb.shape[0] == -(-b.shape[0] // 128) and b.shape[0] > 1
-    if not rows or not blocks or torch.cuda.get_device_capability(a.device) != (9, 0):
+    """Whether the fp8 kernel of Hopper takes a [M, K] and b [N, K] or [G, N, K]."""
+    n = out.shape[1]
+    rows = out.shape[0] > DECODE_ROWS and out.dtype == torch.bfloat16 and n % 8 == 0
+    blocks = sfb.shape[-2] == -(-n // 128) and n > 1
+    tight = b.dim() == 2 or (b.is_contiguous() and b.shape[0] * n < 1 << 31)
+    if not rows or not blocks or not tight or torch.cuda.get_device_capability(a.device) != (9, 0):
         return False
-    return all(x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
+    return all(x.stride(-1) == 1 and x.stride(-2) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
 
 
 def _grouped(
@@ -263,6 +273,14 @@ def _grouped(
 ) -> Tensor:
     left, right = _logical(a, b, layout)
     out = a.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype or torch.bfloat16)
+    rows = left.shape[0] // max(right.shape[0], 1)
+    aligned = grouping == "psum" and alignment % 128 == 0
+    if scales is not None and aligned and rows > DECODE_ROWS and _for_warp_groups(left, right, scales[1], out):
+        from ascend_deep.native.triton.gemm_fp8 import gemm_fp8
+
+        blocks = blocks_of(grouped_layout, left.shape[0], alignment, 128)
+        gemm_fp8(left, scales[0], right, scales[1], out, blocks=blocks)
+        return out
     launch(
         left,
         right,

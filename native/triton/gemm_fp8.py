@@ -38,6 +38,18 @@ def _tile(t, m_tiles, n_tiles, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SUPER:
 
 
 @gluon.jit
+def _group(blocks, m0, N, M, GROUPED: gl.constexpr):
+    """Group, first row in b and end of the valid rows of a tile of 128 rows; a tile without valid rows has group -1."""
+    group = 0
+    end = M
+    if GROUPED:
+        at = blocks + m0 // 128 * 2
+        group = gl.load(at)
+        end = gl.load(at + 1)
+    return group, group * N, end
+
+
+@gluon.jit
 def _produce(
     a,
     b,
@@ -45,18 +57,24 @@ def _produce(
     b_held,
     full,
     empty,
+    blocks,
+    M,
+    N,
     m_tiles,
     n_tiles,
     steps,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
+    GROUPED: gl.constexpr,
     SUPER: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     done = 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m0, n0 = _tile(t, m_tiles, n_tiles, PARTS * 64, HALVES * 128, SUPER)
-        for k in range(steps):
+        group, first, _ = _group(blocks, m0, N, M, GROUPED)
+        n0 += first
+        for k in range(gl.where(group < 0, 0, steps)):
             stage = done % STAGES
             mbarrier.wait(empty.index(stage), (done // STAGES & 1) ^ 1)
             ready = full.index(stage)
@@ -86,6 +104,7 @@ def _consume(
     empty,
     sfa,
     sfb,
+    blocks,
     M,
     N,
     m_tiles,
@@ -93,11 +112,13 @@ def _consume(
     steps,
     sfa_m,
     sfa_k,
+    sfb_g,
     sfb_n,
     sfb_k,
     MINE: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
+    GROUPED: gl.constexpr,
     SUPER: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -106,10 +127,11 @@ def _consume(
     done = 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m0, n0 = _tile(t, m_tiles, n_tiles, PARTS * 64, HALVES * 128, SUPER)
+        group, _, end = _group(blocks, m0, N, M, GROUPED)
         m0 += MINE * 64
         m = m0 + gl.arange(0, 64, gl.SliceLayout(1, mma))
         at = gl.minimum(m, M - 1) * sfa_m
-        left_at = n0 // 128 * sfb_n
+        left_at = gl.maximum(group, 0) * sfb_g + n0 // 128 * sfb_n
         right_at = left_at + gl.where(n0 + 128 < N, sfb_n, 0)
         sa = gl.load(sfa + at)
         left = gl.load(sfb + left_at)
@@ -117,7 +139,7 @@ def _consume(
         if HALVES == 2:
             right = gl.load(sfb + right_at)
             acc_right = gl.zeros((64, 128), gl.float32, mma)
-        for k in range(steps):
+        for k in range(gl.where(group < 0, 0, steps)):
             stage = done % STAGES
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             x = a_held.index(PARTS * stage + MINE)
@@ -145,6 +167,8 @@ def _consume(
             sa = sa_next
             left = left_next
             done += 1
+        if GROUPED:
+            acc_left = gl.where(gl.expand_dims(m < end, 1), acc_left, 0.0)
         _store(out, to, m0, n0, acc_left)
         if HALVES == 2:
             _store(out, to, m0, n0 + 128, acc_right)
@@ -158,21 +182,25 @@ def fp8_kernel(
     out,
     sfa,
     sfb,
+    blocks,
     M,
     N,
     K,
     sfa_m,
     sfa_k,
+    sfb_g,
     sfb_n,
     sfb_k,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
+    GROUPED: gl.constexpr,
     SUPER: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """``out = A B^T`` with scales of 1 x 128 and 128 x 128; descriptors of blocks [64, 128], [128, 128], [64, 128].
 
-    A tile has 64 PARTS rows and 128 HALVES columns; PARTS is 2 or 3, HALVES 1 or 2.
+    A tile has 64 PARTS rows and 128 HALVES columns; PARTS is 2 or 3, HALVES 1 or 2. GROUPED (with 2 and 1): ``blocks``
+    has the group and the end of its rows for each 128 rows of a, and b and its scales have a matrix per group.
     """
     m_tiles = gl.cdiv(M, PARTS * 64)
     n_tiles = gl.cdiv(N, HALVES * 128)
@@ -191,20 +219,24 @@ def fp8_kernel(
             [
                 (
                     _consume,
-                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, M, N, m_tiles, n_tiles, steps, sfa_m,
-                     sfa_k, sfb_n, sfb_k, 0, PARTS, HALVES, SUPER, STAGES),
+                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, blocks, M, N, m_tiles, n_tiles, steps, sfa_m,
+                     sfa_k, sfb_g, sfb_n, sfb_k, 0, PARTS, HALVES, GROUPED, SUPER, STAGES),
                 ),
                 (
                     _consume,
-                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, M, N, m_tiles, n_tiles, steps, sfa_m,
-                     sfa_k, sfb_n, sfb_k, 1, PARTS, HALVES, SUPER, STAGES),
+                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, blocks, M, N, m_tiles, n_tiles, steps, sfa_m,
+                     sfa_k, sfb_g, sfb_n, sfb_k, 1, PARTS, HALVES, GROUPED, SUPER, STAGES),
                 ),
                 (
                     _consume,
-                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, M, N, m_tiles, n_tiles, steps, sfa_m,
-                     sfa_k, sfb_n, sfb_k, 2, PARTS, HALVES, SUPER, STAGES),
+                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, blocks, M, N, m_tiles, n_tiles, steps, sfa_m,
+                     sfa_k, sfb_g, sfb_n, sfb_k, 2, PARTS, HALVES, GROUPED, SUPER, STAGES),
                 ),
-                (_produce, (a, b, a_held, b_held, full, empty, m_tiles, n_tiles, steps, PARTS, HALVES, SUPER, STAGES)),
+                (
+                    _produce,
+                    (a, b, a_held, b_held, full, empty, blocks, M, N, m_tiles, n_tiles, steps, PARTS, HALVES, GROUPED,
+                     SUPER, STAGES),
+                ),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -214,15 +246,19 @@ def fp8_kernel(
             [
                 (
                     _consume,
-                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, M, N, m_tiles, n_tiles, steps, sfa_m,
-                     sfa_k, sfb_n, sfb_k, 0, PARTS, HALVES, SUPER, STAGES),
+                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, blocks, M, N, m_tiles, n_tiles, steps, sfa_m,
+                     sfa_k, sfb_g, sfb_n, sfb_k, 0, PARTS, HALVES, GROUPED, SUPER, STAGES),
                 ),
                 (
                     _consume,
-                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, M, N, m_tiles, n_tiles, steps, sfa_m,
-                     sfa_k, sfb_n, sfb_k, 1, PARTS, HALVES, SUPER, STAGES),
+                    (out, a_held, b_held, out_held, full, empty, sfa, sfb, blocks, M, N, m_tiles, n_tiles, steps, sfa_m,
+                     sfa_k, sfb_g, sfb_n, sfb_k, 1, PARTS, HALVES, GROUPED, SUPER, STAGES),
                 ),
-                (_produce, (a, b, a_held, b_held, full, empty, m_tiles, n_tiles, steps, PARTS, HALVES, SUPER, STAGES)),
+                (
+                    _produce,
+                    (a, b, a_held, b_held, full, empty, blocks, M, N, m_tiles, n_tiles, steps, PARTS, HALVES, GROUPED,
+                     SUPER, STAGES),
+                ),
             ],
             [4, 1],
             [232, 40],
@@ -241,29 +277,38 @@ def gemm_fp8(
     sfb: Tensor,
     out: Tensor,
     *,
+    blocks: Tensor | None = None,
     parts: int = 2,
     halves: int = 1,
     height: int = 8,
     stages: int | None = None,
 ) -> None:
-    """``out`` [M, N] bf16 of e4m3 a [M, K] and b [N, K], K contiguous, f32 scales; rows at multiples of 16 bytes."""
-    (m, k), n = a.shape, b.shape[0]
+    """``out`` [M, N] bf16 of e4m3 a [M, K] and b [N, K], K contiguous, f32 scales; rows at multiples of 16 bytes.
+
+    With ``blocks``, int32 [ceil(M / 128), 2] with the group (or -1) and the end of its rows, b [G, N, K] and sfb have a
+    matrix per group, without gaps, and rows behind the end come out as zeros.
+    """
+    (m, k), n = a.shape, b.shape[-2]
+    groups = b.shape[0] if blocks is not None else 1
     eight = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     sixteen = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     tiles = -(-m // (parts * _PART)) * -(-n // (halves * _BLOCK))
     fp8_kernel[(min(tiles, _processors(a.device.index)),)](
         TensorDescriptor(a, [m, k], [a.stride(0), 1], [_PART, _BLOCK], eight),
-        TensorDescriptor(b, [n, k], [b.stride(0), 1], [_BLOCK, _BLOCK], eight),
+        TensorDescriptor(b, [groups * n, k], [b.stride(-2), 1], [_BLOCK, _BLOCK], eight),
         TensorDescriptor(out, [m, n], [out.stride(0), 1], [_PART, _BLOCK], sixteen),
         sfa,
         sfb,
+        blocks,
         m,
         n,
         k,
         *sfa.stride(),
-        *sfb.stride(),
+        sfb.stride(0) if blocks is not None else 0,
+        *sfb.stride()[-2:],
         PARTS=parts,
         HALVES=halves,
+        GROUPED=blocks is not None,
         SUPER=height,
         STAGES=stages or (4 if parts == 3 or halves == 2 else 5),
         num_warps=4,

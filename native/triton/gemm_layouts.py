@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascend_deep.native.triton.launch import launch
+from ascend_deep.native.triton.launch import key_of, launch, repeat
 from ascend_deep.native.triton.plan import power_of_two
 
-__all__ = ["block_labels", "clear_padding", "ends"]
+__all__ = ["block_labels", "blocks_of", "clear_padding", "ends"]
 
 _LABELS, _PSUM, _MASKED = range(3)
 _KINDS = {"labels": _LABELS, "psum": _PSUM, "masked": _MASKED}
@@ -34,6 +34,22 @@ def labels_kernel(labels, out, rows, groups, BLOCK: tl.constexpr):
     label = tl.where((label >= 0) & (label < groups), label, -1)
     block = tl.zeros((BLOCK,), tl.int32) + tl.max(label, 0)
     tl.store(out + m, block)
+
+
+@triton.jit
+def blocks_kernel(psum, out, rows, groups, alignment, GP: tl.constexpr, BLOCK: tl.constexpr):
+    """Group and end of its rows of the BLOCK rows from ``BLOCK * program_id`` on; -1 and 0 if no group has some."""
+    first = tl.program_id(0) * BLOCK
+    g = tl.arange(0, GP)
+    end = tl.load(psum + g, mask=g < groups, other=0)
+    end = tl.minimum(tl.maximum(end, 0), rows).to(tl.int32)
+    before = tl.load(psum + g - 1, mask=(g > 0) & (g < groups), other=0)
+    before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
+    start = (before + alignment - 1) // alignment * alignment
+    mine = (g < groups) & (start <= first) & (first < end)
+    group = tl.max(tl.where(mine, g, -1), 0)
+    tl.store(out + 2 * tl.program_id(0), group)
+    tl.store(out + 2 * tl.program_id(0) + 1, tl.max(tl.where(mine & (g == group), end, 0), 0))
 
 
 @triton.jit
@@ -78,10 +94,27 @@ def padding_kernel(
 
 def ends(psum: Tensor, rows: int, alignment: int) -> Tensor:
     """int32 [G]: the end of each group, not below its start and not above ``rows``."""
+    psum = psum.contiguous()
     out = torch.empty(psum.shape, dtype=torch.int32, device=psum.device)
+    key = key_of((psum, out), "ends", rows, alignment)
+    if not repeat(key, (psum, out)):
+        groups = psum.shape[0]
+        options = {"GP": power_of_two(groups), "num_warps": 1}
+        launch(ends_kernel, (1, 1, 1), (psum, out, groups, rows, alignment), options, (key, (psum, out)))
+    return out
+
+
+def blocks_of(psum: Tensor, rows: int, alignment: int, block: int) -> Tensor:
+    """int32 [ceil(rows / block), 2]: group and end of its rows for each ``block`` rows; -1 and 0 where there are none.
+
+    ``alignment`` is a multiple of ``block``.
+    """
+    psum = psum.contiguous()
+    count = -(-rows // block)
+    out = torch.empty((count, 2), dtype=torch.int32, device=psum.device)
     groups = psum.shape[0]
-    options = {"GP": power_of_two(groups), "num_warps": 1}
-    launch(ends_kernel, (1, 1, 1), (psum.contiguous(), out, groups, rows, alignment), options)
+    options = {"GP": power_of_two(groups), "BLOCK": block, "num_warps": 1}
+    launch(blocks_kernel, (count, 1, 1), (psum, out, rows, groups, alignment), options)
     return out
 
 
@@ -100,8 +133,11 @@ def block_labels(labels: Tensor, groups: int, block: int) -> Tensor:
 
 def clear_padding(out: Tensor, layout: Tensor, grouping: str, alignment: int, groups: int) -> None:
     """Zeros in the rows of contiguous ``out`` [M, N], or [G, M, N] if ``masked``, that belong to no group."""
+    layout = layout.contiguous()
+    key = key_of((out, layout), grouping, alignment, groups)
+    if repeat(key, (out, layout)):
+        return
     rows, columns = out.shape[-2:]
-    masked = grouping == "masked"
     options = {
         "KIND": _KINDS[grouping],
         "GP": power_of_two(groups) if grouping == "psum" else 1,
@@ -109,5 +145,5 @@ def clear_padding(out: Tensor, layout: Tensor, grouping: str, alignment: int, gr
         "BN": 128,
         "num_warps": 4,
     }
-    grid = (-(-rows // 64), groups if masked else 1, 1)
-    launch(padding_kernel, grid, (out, layout.contiguous(), rows, columns, groups, alignment), options)
+    grid = (-(-rows // 64), groups if grouping == "masked" else 1, 1)
+    launch(padding_kernel, grid, (out, layout, rows, columns, groups, alignment), options, (key, (out, layout)))

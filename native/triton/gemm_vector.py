@@ -6,6 +6,8 @@ registers. With scales, those of x and of the block of W go into x, since a prog
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,8 +82,9 @@ def vector(
     alpha: float | None,
     scales: tuple[Tensor, Tensor] | None,
     plan: Vector,
+    known: Any = None,
 ) -> None:
-    """``out = c + alpha * a @ b.t()`` for a [1, K]; arguments as for ``gemm.launch``."""
+    """``out = c + alpha * a @ b.t()`` for a [1, K]; arguments as for ``gemm.launch``, ``known`` as for ``launch``."""
     n, k = b.shape
     sfa, sfb = scales or (None, None)
     args = (
@@ -109,4 +112,4 @@ def vector(
         "STAGES": plan.stages,
         "num_warps": plan.warps,
     }
-    launch(vector_kernel, (-(-n // plan.rows), 1, 1), args, options)
+    launch(vector_kernel, (-(-n // plan.rows), 1, 1), args, options, known)
