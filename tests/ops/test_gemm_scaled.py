@@ -536,6 +536,20 @@ def test_ops_without_a_gradient_say_so_and_return_no_zeros(name: str) -> None:
     assert not GRADS[name](x.detach()).requires_grad
 
 
+def test_writing_in_place_refuses_gradients_and_accumulates_without_them() -> None:
+    recipes: dict[str, Any] = {"recipe_a": (1, 32), "recipe_b": (1, 32), "layout": "nt"}
+    d = torch.randn(4, 4, requires_grad=True)
+    before = d.detach().clone()
+    with pytest.raises(RuntimeError, match=r"gemm_scaled_acc_ has no backward: .*fp8_linear\."):
+        ops.gemm_scaled_acc_(d, Q, SF, Q, SF, **recipes)
+    with pytest.raises(RuntimeError, match=r"gemm_scaled_out has no backward: .*fp8_linear\."):
+        ops.gemm_scaled_out(torch.zeros(4, 4), Q, SF, Q, SF, d, **recipes)
+    assert d.detach().equal(before)
+    with torch.no_grad():
+        ops.gemm_scaled_acc_(d, Q, SF, Q, SF, **recipes)
+    assert not d.detach().equal(before)
+
+
 def test_a_provider_gets_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     from ascend_deep.native import table
 
