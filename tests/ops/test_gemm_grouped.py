@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from ascend_deep import ops
+from ascend_deep.ops._grouped_samples import labels_of, padded_rows, psum_of
 
 PLAIN = ("m_grouped_gemm_bf16", "m_grouped_gemm_bf16_masked", "k_grouped_gemm_bf16")
 SCALED = ("m_grouped_gemm_scaled", "m_grouped_gemm_scaled_masked", "k_grouped_gemm_scaled")
@@ -175,6 +176,50 @@ def test_layouts_that_leave_the_buffer_are_clamped() -> None:
     close(masked, gemm_naive.masked(a[:9].view(3, 3, 4), b, torch.tensor([0, 3, 1])))
     z = ops.k_grouped_gemm_bf16(a, a, torch.tensor([-3, 8, 77]), grouping="sizes", alignment=4, out_dtype=FULL)
     close(z, gemm_naive.k_grouped(a, a, torch.tensor([0, 8, 2]), None, "sizes", 4))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_layouts_and_sizes(seed: int) -> None:
+    """Sizes that no kernel is made for, groups of any size, odd strides; NaN in padding as everywhere."""
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*values: int) -> int:
+        return values[int(torch.randint(len(values), (), generator=g))]
+
+    groups, alignment, n, k = pick(1, 3, 7), pick(1, 8, 16, 128), pick(1, 17, 64, 129), pick(3, 32, 65, 200)
+    counts = [pick(0, 0, 1, 5, 33, 64) for _ in range(groups)]
+    rows = sum(-(-c // alignment) * alignment for c in counts) + pick(0, 0, 3)
+    ends = psum_of(counts, alignment)
+    a = padded_rows(counts, alignment, rows, k, g)
+    wide = padded_rows(counts, alignment, rows, 2 * n, g)[:, ::2]
+    b = torch.randn(groups, n, k, generator=g).to(LOW)
+    order = torch.randperm(groups, generator=g).tolist()
+    labels = labels_of(counts, alignment, rows, order)
+    shuffled = torch.randn(rows, k, generator=g).to(LOW).masked_fill((labels < 0)[:, None], torch.nan)
+    for layout, weights in (("nt", b), ("nn", b.mT)):
+        attributes: dict[str, Any] = {"layout": layout, "alignment": alignment, "out_dtype": pick_dtype(seed)}
+        close_sum(
+            ops.m_grouped_gemm_bf16(a, weights, ends, **attributes),
+            gemm_naive.m_grouped(a, weights, ends, layout, "psum", alignment), k,
+        )  # fmt: skip
+        close_sum(
+            ops.m_grouped_gemm_bf16(shuffled, weights, labels, grouping="labels", **attributes),
+            gemm_naive.m_grouped(shuffled, weights, labels, layout, "labels", alignment), k,
+        )  # fmt: skip
+    d = torch.randn(groups, k, n, generator=g)
+    wanted = gemm_naive.k_grouped(a, wide, ends, d, "psum", alignment)
+    ops.k_grouped_gemm_bf16_acc_(d, a, wide, ends, alignment=alignment)
+    close_sum(d, wanted, 64)
+
+
+def pick_dtype(seed: int) -> torch.dtype:
+    return (LOW, FULL)[seed % 2]
+
+
+def close_sum(out: Tensor, wanted: Tensor, k: int) -> None:
+    """As ``close``, for sums of ``k`` products of order 1."""
+    rtol = 1e-5 if out.dtype == FULL else 2**-8
+    torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=k * 2**-22)
 
 
 def test_zero_padding_off_changes_no_row_of_a_group() -> None:
