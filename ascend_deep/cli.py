@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Iterator
 from enum import Enum
@@ -117,6 +118,9 @@ def explain(
     disable: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Do not use this recogniser. Repeatable.")
     ] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Use this recogniser even where it may not pay. Repeatable.")
+    ] = None,
     downstream: Annotated[
         str, typer.Option(help="Who compiles the rewritten graph; inductor to see the time of a whole compile.")
     ] = "auto",
@@ -146,7 +150,13 @@ def explain(
         from ascend_deep.options import Options
 
         options = Options.parse(
-            {"target": target, "downstream": downstream, "enable": enable or (), "disable": disable or ()}
+            {
+                "target": target,
+                "downstream": downstream,
+                "enable": enable or (),
+                "disable": disable or (),
+                "force": force or (),
+            }
         )
         form = format_ or _format_of(output)
         with _status(f"Building {model}"):
@@ -383,15 +393,30 @@ def _bad_input() -> Iterator[None]:
 @contextlib.contextmanager
 def _model_errors() -> Iterator[None]:
     """Whatever the model raises becomes one sentence; ASCEND_DEEP_TRACEBACK=1 shows the traceback."""
+    wanted = os.environ.get("ASCEND_DEEP_TRACEBACK") == "1"
+    # An op that fails on fake tensors is logged with its traceback, then raised.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, log.disabled or not wanted
     try:
         yield
     except Exception as error:
-        if os.environ.get("ASCEND_DEEP_TRACEBACK") == "1":
+        if wanted:
             raise
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        inner = next((line for line in lines[1:] if "Error" in line), "")
-        detail = f"{lines[0]} {inner}".strip()
-        _stop(f"the model failed: {type(error).__name__}: {detail} (ASCEND_DEEP_TRACEBACK=1 shows where).", FAILED)
+        _stop(f"the model failed: {_short_error(error)} (ASCEND_DEEP_TRACEBACK=1 shows where).", FAILED)
+    finally:
+        log.disabled = before
+
+
+def _short_error(error: Exception) -> str:
+    """Class and first line; of an error that Dynamo met while it traced a call, what the call said."""
+    text = str(error)
+    inner = re.search(r"failed to run FX node with fake tensors: (.*?): got (\w+)\((['\"])(.*?)\3\)", text, re.DOTALL)
+    if inner is not None:
+        call = re.search(r"(?:method|function|call_method) (\w+)", inner[1])
+        return f"{inner[2]}: {inner[4]}{f', in {call[1]}' if call else ''}"
+    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    more = next((line for line in lines[1:] if "Error" in line), "")
+    return f"{type(error).__name__}: {lines[0]} {more}".strip()
 
 
 @contextlib.contextmanager
