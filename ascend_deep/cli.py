@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -119,7 +120,8 @@ def explain(
         list[str] | None, typer.Option(metavar="NAME", help="Do not use this recogniser. Repeatable.")
     ] = None,
     force: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Use this recogniser even where it may not pay. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Use this recogniser even if it may not pay. Repeatable."),
     ] = None,
     downstream: Annotated[
         str, typer.Option(help="Who compiles the rewritten graph; inductor to see the time of a whole compile.")
