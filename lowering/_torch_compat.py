@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_scalar, statically_known_true
 
@@ -30,6 +31,7 @@ __all__ = [
     "cache_dir",
     "compile_fx",
     "fake_mode_of",
+    "functional",
     "get_decompositions",
     "guard_scalar",
     "stable_topological_sort",
@@ -51,6 +53,15 @@ def fake_mode_of(inputs: Sequence[Any]) -> FakeTensorMode:
     """The fake mode of the compile that is going on, or of ``inputs``, else a new one."""
     found = detect_fake_mode(list(inputs))
     return found if isinstance(found, FakeTensorMode) else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without changes in place, for use below AOT Autograd's own functionalisation.
+
+    There ``torch.func.functionalize`` wraps the arguments and does nothing else, because its dispatch key is off.
+    """
+    made: Callable[..., Any] = dispatch_functionalize(function, FunctionalTensorMode())
+    return made
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode | None) -> torch.fx.GraphModule:

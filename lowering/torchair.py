@@ -61,8 +61,8 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
         if choice.provider is not None:
             return choice.provider.kernels[name](*args, **kwargs)
     if name not in ON_HOST:
-        # Traced after functionalisation, where nothing may be changed in place.
-        return torch.func.functionalize(ops.reference(name))(*args, **kwargs)
+        # Traced below functionalisation, where nothing may be changed in place.
+        return _torch_compat.functional(ops.reference(name))(*args, **kwargs)
     why = "; ".join(map(str, choice.refusals)) or "there is no provider for NPUs."
     raise NoGraphEngineOp(
         f"ascend_deep::{name} cannot be lowered to the graph engine: {why} Disable the recogniser that made it, or use "
@@ -74,7 +74,16 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Every op of ours to its expansion, in the form that torchair and AOT Autograd take, and what torchair lacks."""
     ours = {definition.overload: functools.partial(expand, name) for name, definition in ops.OPS.items()}
-    return {**ours, torch.ops.aten.squeeze.dims: _squeeze}
+    aten = torch.ops.aten
+    missing = {
+        aten.squeeze.dims: _squeeze,
+        aten.amax.default: _amax,
+        aten.__rshift__.Scalar: _right_shift,
+        aten.__lshift__.Scalar: _left_shift,
+        aten.bitwise_and.Scalar: functools.partial(_bits, aten.bitwise_and.Tensor),
+        aten.bitwise_or.Scalar: functools.partial(_bits, aten.bitwise_or.Tensor),
+    }
+    return {**ours, **missing}
 
 
 def _guards() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
@@ -88,6 +97,28 @@ def _squeeze(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     for dim in sorted((d % x.dim() for d in dims), reverse=True):
         x = torch.ops.aten.squeeze.dim(x, dim)
     return x
+
+
+def _amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    """``amax``, whose converter in torchair of torch_npu 2.13 raises, one dimension after the other."""
+    for d in sorted((d % x.dim() for d in dim or range(x.dim())), reverse=True):
+        x = torch.ops.aten.max.dim(x, d, keepdim)[0]
+    return x
+
+
+def _right_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x >> bits`` of integers, which torchair of torch_npu 2.13 does not convert."""
+    return torch.ops.aten.div.Tensor_mode(x, 1 << bits, rounding_mode="floor")
+
+
+def _left_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x << bits`` of integers, which torchair of torch_npu 2.13 does not convert."""
+    return torch.ops.aten.mul.Tensor(x, 1 << bits)
+
+
+def _bits(op: Callable[..., torch.Tensor], x: torch.Tensor, mask: int) -> torch.Tensor:
+    """``x & mask`` and the like, of which torchair of torch_npu 2.13 converts the form with two tensors."""
+    return op(x, torch.ops.aten.full.default([], mask, dtype=x.dtype, device=x.device))
 
 
 def backend(config: Any = None) -> Callable[..., Any]:
