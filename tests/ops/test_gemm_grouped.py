@@ -168,6 +168,22 @@ def test_any_gradient_strides() -> None:
                 assert torch.equal(f, e)
 
 
+def test_rows_behind_the_last_group_are_zero_whatever_the_allocator_holds() -> None:
+    """torch's own grouped product leaves them, and those of its input gradient, as the memory was."""
+    a, b = torch.randn(8, 64).to(LOW).requires_grad_(), torch.randn(4, 32, 64).to(LOW).requires_grad_()
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    for _ in range(3):
+        poison = [
+            torch.full((8, n), torch.nan, dtype=dtype) for n in (32, 64) for dtype in (LOW, FULL) for _ in range(20)
+        ]
+        del poison
+        y = ops.m_grouped_gemm_bf16(a, b, ends, alignment=1)
+        d_a, d_b = torch.autograd.grad(y.float().square().sum(), (a, b))
+        close_sum(y, gemm_naive.m_grouped(a, b, ends, "nt", "psum", 1), 64)
+        assert (y[6:] == 0).all() and (d_a[6:] == 0).all() and (d_a[:6] != 0).any(1).all()
+        assert (d_b[1] == 0).all() and d_b.isfinite().all()
+
+
 def test_layouts_that_leave_the_buffer_are_clamped() -> None:
     a, b = torch.randn(10, 4).to(LOW), torch.randn(3, 5, 4).to(LOW)
     y = ops.m_grouped_gemm_bf16(a, b, torch.tensor([3, 400, 10**6]), alignment=4)
@@ -191,7 +207,7 @@ def test_random_layouts_and_sizes(seed: int) -> None:
     rows = sum(-(-c // alignment) * alignment for c in counts) + pick(0, 0, 3)
     ends = psum_of(counts, alignment)
     a = padded_rows(counts, alignment, rows, k, g)
-    wide = padded_rows(counts, alignment, rows, 2 * n, g)[:, ::2]
+    wide = padded_rows(counts, alignment, rows, 2 * n + 1, g)[:, 1::2]  # nothing is aligned to 16 bytes
     b = torch.randn(groups, n, k, generator=g).to(LOW)
     order = torch.randperm(groups, generator=g).tolist()
     labels = labels_of(counts, alignment, rows, order)
