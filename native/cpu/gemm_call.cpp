@@ -55,7 +55,8 @@ void run_wave(std::vector<Product>& wave, const GemmKernels& isa) {
   float* base = static_cast<float*>(space.at_least(packed * sizeof(float)));
   std::vector<Task> tasks, packing;
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), 1 + cost / (1 << 20));
-  const int64_t wanted = threads > 1 ? 8 * threads : 1;
+  // Tasks of a product of codes share nothing but a counter; others read all tokens for each task.
+  const int64_t wanted = threads == 1 ? 1 : wave.front().coded ? 16 * threads : 8 * threads;
   const int64_t share = std::min(std::max(round_up(rows / wanted, 8), int64_t{8}), kProductRows);
   for (Product& p : wave) {
     p.packed = base;

@@ -10,6 +10,7 @@ namespace {
 using ascend_deep_cpu::Product;
 
 constexpr int64_t kCodedRows = 4;
+constexpr int64_t kAheadBytes = 4096;
 
 // Row `row` of the scales as float32 in `space`, unless it is that where it lies: one for each group.
 inline const float* scale_row(const Operand& x, int64_t row, int64_t groups, float* space) {
@@ -172,6 +173,8 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
   // The row of scales in use, and where the next one begins; a division takes as long as a hundred products.
   int64_t block = n0 / w.gran_row - 1, edge = (block + 1) * w.gran_row;
   const float* current = one;
+  // What is prefetched is a tile away, or some kilobytes.
+  const int64_t tile = kCodedRows * w.row, ahead = tile * max64(1, kAheadBytes / max64(tile, 1));
   for (int64_t n = n0; n < n1; n += kCodedRows) {
     const uint8_t* rows[kCodedRows];
     const float* scales[kCodedRows];
@@ -185,7 +188,6 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
       }
       scales[j] = current;
     }
-    const int64_t ahead = kCodedRows * w.row;
     if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, every, a, ahead, out + (n - n0), ldo);
     else coded_tokens<F, kWhole>(rows, scales, every, a, ahead, out + (n - n0), ldo);
   }

@@ -134,9 +134,16 @@ AD_INLINE Vec e2m1(const uint8_t* p) {
 
 // ---- steps ---------------------------------------------------------------------------------------------------------
 
-// E4M3: element k of a step is lane place % kLanes of vector place / kLanes.
-AD_INLINE int64_t place_e4m3(int64_t k) { return k % 2 * 2 * kLanes + k / 2; }
-AD_INLINE int64_t place_e2m1(int64_t k) { return k % 8 * kLanes + k / 8; }
+// A step of numbers in the order of codes: E4M3 has the even elements first, E2M1 every eighth.
+inline void place_e4m3(const float* from, float* to) {
+  for (int64_t i = 0; i < 2 * kLanes; ++i) to[i] = from[2 * i];
+  for (int64_t i = 0; i < 2 * kLanes; ++i) to[2 * kLanes + i] = from[2 * i + 1];
+}
+inline void place_e2m1(const float* from, float* to) {
+  for (int64_t i = 0; i < 8; ++i) {
+    for (int64_t l = 0; l < kLanes; ++l) to[i * kLanes + l] = from[8 * l + i];
+  }
+}
 
 // Gathers whether there was a NaN.
 AD_INLINE void watch_nan(BVec codes, BVec& seen) {

@@ -56,11 +56,11 @@ inline void pack_plain(const Product& a, int64_t i, float* to) {
   decode_row(a.tokens, token_row(a, a.panels + i), 0, a.depth, to);
   for (int64_t k = a.depth; k < a.pitch; ++k) to[k] = 0.0f;
   if (!a.coded) return;
-  const bool e4m3 = a.stream.format == ascend_deep_cpu::kMatE4M3;
   const int64_t step = code_step_of(a.stream.format);
   float placed[kStepE2M1];
   for (int64_t k = 0; k < a.pitch; k += step) {
-    for (int64_t j = 0; j < step; ++j) placed[e4m3 ? place_e4m3(j) : place_e2m1(j)] = to[k + j];
+    if (a.stream.format == ascend_deep_cpu::kMatE4M3) place_e4m3(to + k, placed);
+    else place_e2m1(to + k, placed);
     std::memcpy(to + k, placed, step * sizeof(float));
   }
 }
