@@ -6,8 +6,11 @@ Each model is compiled once; its rewritten graph is kept and lowered for several
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +147,23 @@ def test_the_graph_engine_gets_the_vendors_ops_and_whole_edges(family: str, proc
     product = next(n for n in graph.nodes if n.type == "GroupedMatmul")
     attributes = dict(product.attributes)
     assert (attributes["split_item"], attributes["group_type"], attributes["group_list_type"]) == ("3", "0", "1")
+
+
+def _baseline(graph: Emitted) -> dict[str, Any]:
+    """What of a graph is compared: every op type with its count, and the vendor's fused ops with their attributes."""
+    vendor = [{"type": n.type, "attributes": dict(n.attributes)} for n in graph.nodes if n.type in OURS]
+    return {"ops": dict(sorted(torchair_graph.counts(graph.nodes).items())), "fused": vendor}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_graph_is_the_stored_one(family: str) -> None:
+    """ASCEND_DEEP_UPDATE=1 writes the files anew; the difference is then for a reader to judge."""
+    found = {name: _baseline(graph) for name, (graph,) in captured(family).emitted.items()}
+    file = Path(__file__).parent.parent / "baselines" / f"{family}.json"
+    if os.environ.get("ASCEND_DEEP_UPDATE") == "1":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    assert found == json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_symbolic_sizes_stay_symbolic() -> None:
