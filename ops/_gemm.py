@@ -24,6 +24,7 @@ __all__ = [
     "LAYOUTS",
     "OUT_DTYPES",
     "TOLERANCE",
+    "as_float32",
     "autocast",
     "check_accumulator",
     "check_dense",
@@ -124,6 +125,14 @@ def parts(grad: Tensor) -> tuple[Tensor, ...]:
     middle = rest.to(torch.bfloat16)
     smallest = (rest - middle.to(torch.float32)).to(torch.bfloat16)
     return smallest.contiguous(), middle.contiguous(), largest.contiguous()
+
+
+def as_float32(grad: Tensor) -> bool:
+    """Whether a gradient is better multiplied as the float32 that it is than in ``parts``.
+
+    So it is on a CPU, where a product of bfloat16 costs as much as one of float32, and three cost three times as much.
+    """
+    return grad.dtype == torch.float32 and grad.device.type == "cpu"
 
 
 def autocast(

@@ -94,10 +94,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    pieces = _gemm.parts(grad) if needs[0] or needs[1] else ()
+    wide = _gemm.as_float32(grad)
+    pieces = () if wide or not any(needs[:2]) else _gemm.parts(grad)
     dtype = torch.bfloat16 if len(pieces) == 1 else torch.float32
 
     def closed(operands: str, eq: str) -> Tensor:
+        if wide:
+            left, right = ({"a": a, "b": b, "g": grad}[o].to(torch.float32) for o in operands)
+            return torch.einsum(eq, left, right).to(torch.bfloat16).contiguous()
         out = None
         for g in pieces:
             left, right = ({"a": a, "b": b, "g": g}[o] for o in operands)
@@ -110,6 +114,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, rows, k = other.shape
         flat = other.transpose(0, 1).reshape(rows, batch * k)
         out = None
+        if wide:
+            left, right = _gemm.widened(grad, flat, layout)
+            out = left @ right
         for g in pieces:
             out = gemm_bf16(g, flat, out, layout=layout, out_dtype=dtype)
         assert out is not None

@@ -141,10 +141,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    pieces = _gemm.parts(grad) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else ()
+    wide = _gemm.as_float32(grad)
+    pieces = () if wide or not any(ctx.needs_input_grad[:2]) else _gemm.parts(grad)
     of_a, layout_a, of_b, layout_b = _GRADIENTS[ctx.layout]
 
     def product(operands: str, layout: str) -> Tensor:
+        if wide:
+            left, right = _gemm.widened(*({"a": a, "b": b, "g": grad}[o] for o in operands), layout)
+            return _gemm.finish(left @ right, None, ctx.alpha, torch.bfloat16)
         out = None
         for g in pieces:
             left, right = ({"a": a, "b": b, "g": g}[o] for o in operands)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from ascend_deep import ops
+from ascend_deep.ops import _gemm
 
 RUNNERS = {"reference": lambda op: op.reference, "op": lambda op: op.overload}
 LOW, FULL = torch.bfloat16, torch.float32
@@ -66,12 +67,14 @@ def test_gemm_bf16(sample: ops.Sample, runner: str) -> None:
     close(out, gemm_naive.dense(a, b, c, sample.kwargs["layout"], sample.kwargs["alpha"]))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("gemm_bf16").samples()])
 def test_gemm_bf16_gradients(sample: ops.Sample) -> None:
     layout, alpha = sample.kwargs["layout"], sample.kwargs["alpha"]
     check_gradients("gemm_bf16", sample, lambda a, b, c: gemm_naive.dense(a, b, c, layout, alpha))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
 def test_gemm_bf16_second_derivatives(layout: str) -> None:
     shapes = ((3, 4) if layout[0] == "n" else (4, 3), (5, 4) if layout[1] == "t" else (4, 5))
@@ -90,6 +93,14 @@ def test_gemm_bf16_second_derivatives(layout: str) -> None:
         torch.testing.assert_close(f.double(), w, rtol=2e-2, atol=2e-2 * float(w.abs().max()))
 
 
+@pytest.fixture(params=["float32", "parts"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a float32 gradient is multiplied: as on a CPU, and as on everything else."""
+    if request.param == "parts":
+        monkeypatch.setattr(_gemm, "as_float32", lambda grad: False)
+
+
+@pytest.mark.usefixtures("way")
 def test_float32_gradients_are_not_rounded_before_use() -> None:
     """A common part that cancels leaves the low bits of the gradient; rounded to bfloat16 they would be gone."""
     a, b = torch.randn(6, 9).to(LOW).requires_grad_(), torch.randn(8, 9).to(LOW)
@@ -105,6 +116,7 @@ def test_float32_gradients_are_not_rounded_before_use() -> None:
     assert (rounded - wanted[0]).abs().max() > 100 * (found[0] - wanted[0]).abs().max()
 
 
+@pytest.mark.usefixtures("way")
 def test_infinite_and_nan_gradients_stay_what_they_are() -> None:
     grad = torch.tensor([[torch.inf, 1.0], [torch.nan, 2.0], [0.3, -torch.inf], [0.1, 0.2]])
     a, b = torch.randn(4, 3).to(LOW).requires_grad_(), torch.rand(2, 3).add(0.5).to(LOW)
@@ -190,6 +202,7 @@ def test_einsum_bf16(sample: ops.Sample, runner: str) -> None:
     close(out, gemm_naive.einsum(sample.kwargs["eq"], *sample.args))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("sample", [pytest.param(s, id=s.name) for s in ops.op("einsum_bf16").samples()])
 def test_einsum_bf16_gradients(sample: ops.Sample) -> None:
     check_gradients("einsum_bf16", sample, lambda *args: gemm_naive.einsum(sample.kwargs["eq"], *args))
