@@ -147,7 +147,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
     def product(operands: str, layout: str) -> Tensor:
         if wide:
-            left, right = _gemm.widened(*({"a": a, "b": b, "g": grad}[o] for o in operands), layout)
+            left, right = ({"a": a, "b": b, "g": grad}[o] for o in operands)
+            left, right = _gemm.widened(left, right, layout)
             return _gemm.finish(left @ right, None, ctx.alpha, torch.bfloat16)
         out = None
         for g in pieces:
@@ -166,9 +167,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 GEMM_BF16 = OpDef(
     name="gemm_bf16",
-    schema=(
-        "(Tensor a, Tensor b, Tensor? c, *, str layout, ScalarType? out_dtype, float? alpha) -> Tensor"  # F of the list
-    ),
+    schema="(Tensor a, Tensor b, Tensor? c, *, str layout, ScalarType? out_dtype, float? alpha) -> Tensor",
     check=_check_args,
     reference=_reference,
     fake=_fake,
