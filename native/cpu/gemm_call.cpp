@@ -17,6 +17,11 @@ bool along(const Operand& x) {
   return x.col == unit && !x.pairs_along_rows;
 }
 
+bool across(const Operand& x) {
+  const int64_t unit = x.format == kMatF32 ? 4 : x.format == kMatBF16 ? 2 : 1;
+  return !along(x) && x.row == unit && (x.format != kMatE2M1 || x.pairs_along_rows);
+}
+
 bool coded(const Product& p, const GemmKernels& isa) {
   const Operand& w = p.stream;
   const int64_t step = isa.code_step(w.format);
@@ -28,7 +33,8 @@ bool coded(const Product& p, const GemmKernels& isa) {
 void plan_tokens(Product& p, const GemmKernels& isa) {
   p.coded = coded(p, isa);
   const int64_t full = p.count / isa.lanes, rest = p.count % isa.lanes;
-  const int64_t most = along(p.stream) ? isa.left_over[std::min<int64_t>(full, 2)] : 0;
+  // Rows that are next to each other have no product for plain tokens beside panels.
+  const int64_t most = across(p.stream) ? (full ? 0 : isa.left_over[0] / 2) : isa.left_over[std::min<int64_t>(full, 2)];
   p.panels = p.coded ? 0 : rest > most ? p.count - rest + isa.lanes : p.count - rest;
   p.plain = std::max<int64_t>(p.count - p.panels, 0);
   p.pitch = round_up(p.depth, p.coded ? isa.code_step(p.stream.format) : 16);

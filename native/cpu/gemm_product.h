@@ -5,15 +5,13 @@
 // every element is rounded once.
 #pragma once
 
-#include "gemm.h"
+#include "gemm_across.h"
 #include "gemm_coded.h"
 
 namespace {
 
 using ascend_deep_cpu::Dtype;
 using ascend_deep_cpu::kBF16;
-using ascend_deep_cpu::kProductDepth;
-using ascend_deep_cpu::kProductRows;
 
 // ---- packing -------------------------------------------------------------------------------------------------------
 
@@ -24,16 +22,9 @@ inline void pack_vector(const Product& a, int64_t from, int64_t width, float* to
   const Operand& x = a.tokens;
   const int64_t count = min64(kLanes, a.count - from);
   constexpr int64_t kPiece = 256;
-  const bool packed_pairs = x.format == ascend_deep_cpu::kMatE2M1;
-  if (!along_k(x) && !a.index && !packed_pairs && x.row == unit_bytes(x.format)) {
-    // Tokens are next to each other.
-    Operand t = x;  // as a matrix whose rows are the columns of x
-    t.row = x.col, t.col = x.row;
-    for (int64_t k = 0; k < a.depth; ++k) {
-      float* p = to + k * width;
-      store(p, Vec{});
-      decode_along(t, x.base + k * x.col + (a.first + from) * x.row, 0, count, p);
-    }
+  // Pairs of codes begin at even rows.
+  if (across(x) && !a.index && (x.format != ascend_deep_cpu::kMatE2M1 || (a.first + from) % 2 == 0)) {
+    pack_across_any(x, a.first + from, count, a.depth, width, to);
     for (int64_t i = 0; i < count; ++i) apply_scales(x, a.first + from + i, 0, a.depth, to + i, width);
     return;
   }
@@ -151,7 +142,7 @@ inline void finish_any(const Product& a, int64_t n0, int64_t n1, const float* c,
 
 // ---- staged products -----------------------------------------------------------------------------------------------
 
-constexpr int64_t kRowPitch = kProductRows + 16;     // of row_c
+constexpr int64_t kRowPitch = kProductRows + 64;     // of row_c; kernels write whole vectors
 constexpr int64_t kStagePitch = kProductDepth + 16;  // not a power of two: rows would share the sets of the cache
 
 // Per-thread scratch, in floats.
@@ -159,7 +150,7 @@ struct ProductLayout {
   int64_t stage, c, row_c, scales, total;
   explicit ProductLayout(const Product& a) {
     stage = 0;
-    c = stage + kTile * kStagePitch;
+    c = stage + (across(a.stream) ? kAcrossTiles * kAcrossTile : kTile * kStagePitch);
     row_c = c + a.panels * (kProductRows + kLanes);
     scales = row_c + kRowPitch * (a.plain + 1);
     const int64_t groups = a.coded ? a.depth / a.stream.gran_k + 8 : 0;
@@ -167,29 +158,10 @@ struct ProductLayout {
   }
 };
 
-// Stream rows [n, n + kTile) for elements [k, k + depth): as pointers to floats with stride 1, or kTile if rows of the
-// stream are next to each other. Rows behind `end` repeat the last one, or are zero.
-inline bool across(const Operand& w) {
-  return !along_k(w) && w.format != ascend_deep_cpu::kMatE2M1 && w.row == unit_bytes(w.format);
-}
-
+// Stream rows [n, n + kTile) for elements [k, k + depth), as pointers to floats. Rows behind `end` repeat the last one.
 inline void stage_tile(const Operand& w, int64_t n, int64_t end, int64_t k, int64_t depth, float* stage,
                        const float** r) {
   const int64_t height = min64(kTile, end - n);
-  if (across(w)) {
-    Operand t = w;
-    t.row = w.col, t.col = w.row;
-    for (int64_t i = 0; i < depth; ++i) {
-      float* to = stage + i * kTile;
-      if (height < kTile) std::memset(to, 0, kTile * sizeof(float));
-      const char* from = w.base + (k + i) * w.col + n * w.row;
-      if (w.format == ascend_deep_cpu::kMatF32 && height == kTile) std::memcpy(to, from, kTile * sizeof(float));
-      else decode_along(t, from, 0, height, to);
-    }
-    for (int64_t j = 0; j < height; ++j) apply_scales(w, n + j, k, depth, stage + j, kTile);
-    for (int64_t j = 0; j < kTile; ++j) r[j] = stage + j;
-    return;
-  }
   const bool direct = along_k(w) && w.format == ascend_deep_cpu::kMatF32 && w.sf == ascend_deep_cpu::kSfNone;
   for (int64_t j = 0; j < kTile; ++j) {
     const int64_t row = n + min64(j, height - 1);
@@ -251,16 +223,22 @@ inline void tile_plain(const Product& a, const float* const* r, int64_t k, int64
 inline void staged_product(const Product& a, int64_t n0, int64_t n1, float* s) {
   const ProductLayout at(a);
   const Operand& w = a.stream;
+  const bool wide = across(w);
   float *stage = s + at.stage, *c = s + at.c, *row_c = s + at.row_c;
   if (a.depth == 0) std::memset(c, 0, (at.scales - at.c) * sizeof(float));
   for (int64_t k = 0; k < a.depth; k += kProductDepth) {
     const int64_t depth = min64(kProductDepth, a.depth - k);
+    if (wide) stage_across_any(w, n0, n1, k, depth, stage);
     for (int64_t n = n0; n < n1; n += kTile) {
       const float* r[kTile];
-      stage_tile(w, n, n1, k, depth, stage, r);
       AheadOf ahead(w, n + kTile, n1, k, a.panels + 2 * a.plain);
-      if (across(w)) tile_panels<kTile>(a, r, k, depth, ahead, c + (n - n0) * a.panels);
-      else tile_panels<1>(a, r, k, depth, ahead, c + (n - n0) * a.panels);
+      if (wide) {
+        for (int64_t j = 0; j < kTile; ++j) r[j] = stage + (n - n0) / kTile * kAcrossTile + j;
+        tile_panels<kTile>(a, r, k, depth, ahead, c + (n - n0) * a.panels);
+        continue;
+      }
+      stage_tile(w, n, n1, k, depth, stage, r);
+      tile_panels<1>(a, r, k, depth, ahead, c + (n - n0) * a.panels);
       if (a.plain) tile_plain(a, r, k, depth, ahead, row_c + (n - n0));
     }
   }
@@ -274,11 +252,16 @@ void product(const Product& a, int64_t n0, int64_t n1, void* scratch) {
   const ProductLayout at(a);
   for (int64_t n = n0; n < n1; n += kProductRows) {
     const int64_t end = min64(n1, n + kProductRows);
+    float* out = s + at.row_c;
+    if (!a.coded && across(a.stream) && a.plain) {
+      few_across_any(a, n, end, out, kRowPitch);
+      finish_any(a, n, end, nullptr, out, kRowPitch);
+      continue;
+    }
     if (!a.coded) {
       staged_product(a, n, end, s);
       continue;
     }
-    float* out = s + at.row_c;
     if (a.stream.format == ascend_deep_cpu::kMatE4M3) coded_product<E4M3>(a, n, end, s + at.scales, out, kRowPitch);
     else coded_product<E2M1>(a, n, end, s + at.scales, out, kRowPitch);
     finish_any(a, n, end, nullptr, out, kRowPitch);
