@@ -75,7 +75,7 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Every op of ours to its expansion, in the form that torchair and AOT Autograd take, and what torchair lacks."""
     ours = {definition.overload: functools.partial(expand, name) for name, definition in ops.OPS.items()}
     aten = torch.ops.aten
-    missing = {
+    missing: dict[torch._ops.OpOverload, Callable[..., Any]] = {
         aten.squeeze.dims: _squeeze,
         aten.amax.default: _amax,
         aten.__rshift__.Scalar: _right_shift,

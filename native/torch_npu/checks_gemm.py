@@ -55,9 +55,9 @@ def _grouped_matmul(
         c.need(group_type == 0, f"is used with scales for group_type 0 here, not {group_type}")
         c.need(bias is None, "takes no bias with scales of blocks, and is used without one here", _GMM_SOURCE)
         _grouped_scales(c, a, w, scale, per_token_scale, (x_dtype, weight_dtype), (scale_dtype, per_token_scale_dtype))
-        found = dtype_of(output_dtype)
-        c.need(found is not None, f"needs an output_dtype for quantised operands, not {output_dtype}", _GMM_SOURCE)
-        c.within("quantised_outputs", found, "output_dtype")
+        output = dtype_of(output_dtype)
+        c.need(output is not None, f"needs an output_dtype for quantised operands, not {output_dtype}", _GMM_SOURCE)
+        c.within("quantised_outputs", output, "output_dtype")
     else:
         c.need(not four and scale_dtype is None, "takes x_dtype and scale_dtype together with scales only")
         c.within("dtypes", a.dtype, "x")
