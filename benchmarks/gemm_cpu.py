@@ -171,8 +171,10 @@ def _grouped(n: int, k: int, tokens: int) -> Iterator[Case]:
         return ops.m_grouped_gemm_bf16(x16, w16()[0], labels, grouping="labels", alignment=1)
 
     def eight() -> Tensor:
-        blocks = {"recipe_a": (1, 128), "recipe_b": (128, 128)}
-        return ops.m_grouped_gemm_scaled(x8, x_sf, *w8(), labels, **blocks, grouping="labels", alignment=1)  # type: ignore[arg-type]
+        codes, sf = w8()
+        return ops.m_grouped_gemm_scaled(
+            x8, x_sf, codes, sf, labels, recipe_a=(1, 128), recipe_b=(128, 128), grouping="labels", alignment=1
+        )
 
     def torch_grouped() -> Tensor:
         return torch._grouped_mm(x16, w16()[0].transpose(1, 2), ends)

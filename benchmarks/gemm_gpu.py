@@ -248,7 +248,7 @@ def tiny() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     return {
         "gemm_bf16": (lambda: ops.gemm_bf16(a, b), lambda: library.bf16_gemm_nt(a, b, result())),
         "gemm_scaled": (
-            lambda: ops.gemm_scaled(a8, sfa, b8, sfb, **_RECIPES),
+            lambda: ops.gemm_scaled(a8, sfa, b8, sfb, recipe_a=(1, 128), recipe_b=(128, 128)),
             lambda: library.fp8_gemm_nt((a8, sfa), (b8, sfb), result(), recipe=recipe),
         ),
         "m_grouped_gemm_bf16": (

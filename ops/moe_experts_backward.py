@@ -189,6 +189,7 @@ def _reference(
         if need_w13:
             d_w13[e] = rows.t() @ (d_h if w3 is None else d_gate)
         if need_w3:
+            assert d_up is not None  # w3 is the up half of a gated activation
             d_w3[e] = rows.t() @ d_up
         if need_x or (need_weights and weight_on_input):
             d_rows = d_h @ first.t()

@@ -225,7 +225,8 @@ def _product(term: Term) -> tuple[Product, int | None] | None:
         if stored is not None:
             return Product(term, rows, weight, stored), place
     stored = _own(gemm.args[1])
-    return None if stored is None else (Product(term, *gemm.args, stored), None)
+    rows, weight = gemm.args
+    return None if stored is None else (Product(term, rows, weight, stored), None)
 
 
 def _part(term: Term, dims: int) -> tuple[Term | None, int | None]:

@@ -113,7 +113,8 @@ class Program:
                     # A position is no size. Keyword arguments are not replaced.
                     args, kwargs = args[:2], {"start": args[2], "end": args[3]}
                 value = node.meta.get("val")
-                if op_name(node) in _DEFAULT_DTYPE and kwargs.get("dtype") is None and value.is_floating_point():
+                default = op_name(node) in _DEFAULT_DTYPE and kwargs.get("dtype") is None
+                if default and value is not None and value.is_floating_point():
                     kwargs["dtype"] = value.dtype
                 steps.append(Step(op_name(node), node.target, args, kwargs))
             index[node] = len(steps) - 1
