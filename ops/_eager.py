@@ -22,26 +22,35 @@ from torch.autograd import forward_ad
 
 __all__ = ["nothing_between", "signature"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_SCALARS = (int, float, str, torch.dtype, type(None))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_SCALARS = frozenset((bool, int, float, str, torch.dtype, type(None)))
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """All that checks of arguments and limits of providers may read off a call; ``None`` if it has other arguments."""
     key: list[Any] = []
+    add = key.append
     for a in args:
         if a is None:
-            key.append(None)
-        elif type(a) in _PLAIN:
-            key += (a.dtype, a.shape, a.stride(), a.get_device())
-        else:
+            add(None)
+            continue
+        if type(a) not in _PLAIN:
             return None
+        add(a.dtype)
+        add(a.shape)
+        add(a.stride())
+        add(a.get_device())
     for name, value in kwargs.items():
-        if not isinstance(value, _SCALARS):
-            if type(value) not in (tuple, list) or not all(type(v) is int for v in value):
-                return None
-            value = tuple(value)  # block sizes
-        key += (name, value)
+        kind = type(value)
+        if kind is tuple or kind is list:  # block sizes
+            for v in value:
+                if type(v) is not int:
+                    return None
+            value = tuple(value)
+        elif kind not in _SCALARS:
+            return None
+        add(name)
+        add(value)
     return tuple(key)
 
 

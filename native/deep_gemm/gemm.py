@@ -57,7 +57,7 @@ def gemm_bf16(
     alpha: float | None,
 ) -> Tensor:
     """The op ``gemm_bf16``."""
-    m, n, _ = sizes(a, b, layout)
+    m, n = a.shape[layout[0] == "t"], b.shape[layout[1] == "n"]
     function = getattr(library, _DENSE[layout])
     if c is None and alpha is None and row.compiled_dims is not None and not (a.data_ptr() | b.data_ptr()) & 15:
         # The short way of the common call.

@@ -26,6 +26,9 @@ class Gemm:
         platform: for messages.
         executed: False for a platform that has never run this adapter.
         least_rows: fewer rows of a dense product are faster elsewhere (measured), by kind of operand; 1: not measured.
+        least_group: the same for the rows of an average group of a grouped product: the two small kernels around the
+            library's, which make its layout safe and clear padding rows, weigh less from there on (measured at 128
+            rows, where they do not pay, and at 4096; where the two cross is an estimate).
         alpha: the dense functions take a factor.
         adds_into: dtypes of D that C can be added in. The library adds the rounded product to D, so with bf16 the sum
             would be rounded twice.
@@ -54,6 +57,7 @@ class Gemm:
     platform: str
     executed: bool
     least_rows: Mapping[str, int]
+    least_group: int
     alpha: bool
     adds_into: tuple[torch.dtype, ...]
     compiled_dims: str | None
@@ -86,6 +90,7 @@ SM90 = Gemm(
     platform="CUDA SM90",
     executed=True,
     least_rows={"bf16": 65, "fp8": 65},
+    least_group=256,
     alpha=False,
     adds_into=(_F32,),
     compiled_dims="",
@@ -111,6 +116,7 @@ SM100 = Gemm(
     platform="CUDA SM100",
     executed=False,
     least_rows={"bf16": 1, "fp8": 1, "fp4": 1},
+    least_group=1,
     alpha=False,
     adds_into=(_F32,),
     compiled_dims="",
@@ -137,6 +143,7 @@ ASCEND = Gemm(
     platform="Ascend",
     executed=False,
     least_rows={"bf16": 1, "fp8": 1, "fp4": 1},
+    least_group=1,
     alpha=True,
     adds_into=(_F32,),
     compiled_dims=None,

@@ -217,7 +217,7 @@ def gemm_scaled(
     return _few(row, sizes(a, b, layout)[0], _kind(b))
 
 
-def _grouping(row: Gemm, rows: int, grouping: str, alignment: int, dtype: torch.dtype) -> str | None:
+def _grouping(row: Gemm, rows: int, groups: int, grouping: str, alignment: int, dtype: torch.dtype) -> str | None:
     if grouping not in row.groupings:
         return f"grouping is {grouping!r}; {row.platform} takes {' or '.join(map(repr, row.groupings))}."
     fits = alignment == row.align if grouping == "psum" else alignment % row.align == 0
@@ -227,6 +227,9 @@ def _grouping(row: Gemm, rows: int, grouping: str, alignment: int, dtype: torch.
         return f"a has {rows} rows; {row.platform} reads the padding of the last group, so multiples of {row.align}."
     if dtype not in row.grouped_out:
         return f"the result is {_name(dtype)}; {row.platform} writes {_names(row.grouped_out)}."
+    average = rows // max(groups, 1)
+    if average < row.least_group:
+        return f"groups have about {average} rows; the library is fast from {row.least_group} rows on."
     return None
 
 
@@ -245,7 +248,7 @@ def m_grouped_gemm_bf16(
     """Limits of ``m_grouped_gemm_bf16``."""
     m, n, k = sizes(a, b, layout)
     dtype = out_dtype or torch.bfloat16
-    reason = _grouping(row, m, grouping, alignment, dtype) or _empty(m, n, k, b.shape[0])
+    reason = _empty(m, n, k, b.shape[0]) or _grouping(row, m, b.shape[0], grouping, alignment, dtype)
     if reason is None and k % row.grouped_depth:
         reason = f"K is {k}; {row.platform} takes multiples of {row.grouped_depth}."
     return reason or _readable(row, "a", a, last=True) or _readable(row, "b", b) or _writes(row, n, dtype)
@@ -270,8 +273,8 @@ def m_grouped_gemm_scaled(
     """Limits of ``m_grouped_gemm_scaled``."""
     dtype = out_dtype or torch.bfloat16
     reason = (
-        _grouping(row, a.shape[0], grouping, alignment, dtype)
-        or (_empty(*b.shape) if 0 in b.shape else None)
+        _empty(*a.shape, *b.shape)
+        or _grouping(row, a.shape[0], b.shape[0], grouping, alignment, dtype)
         or _scaled(row, a, sfa, b, sfb, layout, recipe_a, recipe_b, dtype)
     )
     return reason or _whole_blocks(row, recipe_b)

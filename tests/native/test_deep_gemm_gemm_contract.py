@@ -19,7 +19,7 @@ from ascend_deep.native.deep_gemm.gemm_provider import OPS
 from ascend_deep.ops import _sf, pack_sf, quant_fp4, quant_fp8, reference
 
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
-ROWS = [replace(row, least_rows=dict.fromkeys(row.least_rows, 1)) for row in (SM90, SM100, ASCEND)]
+ROWS = [replace(row, least_rows=dict.fromkeys(row.least_rows, 1), least_group=1) for row in (SM90, SM100, ASCEND)]
 SM90_, SM100_, ASCEND_ = ROWS
 
 
@@ -558,10 +558,11 @@ GROUPED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "row,k,change,reason",
     [
-        (SM90, 64, {"alignment": 64}, "aligned to 64"),
-        (SM90, 64, {"alignment": 256}, "aligned to 256"),
-        (SM90, 96, {}, "K is 96"),
-        (SM90, 64, {"out_dtype": F32}, "the result is float32"),
+        (SM90, 64, {}, "about 128 rows"),
+        (SM90_, 64, {"alignment": 64}, "aligned to 64"),
+        (SM90_, 64, {"alignment": 256}, "aligned to 256"),
+        (SM90_, 96, {}, "K is 96"),
+        (SM90_, 64, {"out_dtype": F32}, "the result is float32"),
         (ASCEND, 64, {}, "aligned to 128"),
         (ASCEND, 64, {"grouping": "labels", "alignment": 256}, "grouping is 'labels'"),
         (ASCEND, 64, {"alignment": 256}, "a has 128 rows"),
@@ -574,7 +575,7 @@ def test_near_misses_of_groups(row: Gemm, k: int, change: dict[str, Any], reason
     layout = torch.zeros(rows if given["grouping"] == "labels" else 1, dtype=torch.int32)
     found = gemm_limits.m_grouped_gemm_bf16(row, bf16(rows, k), bf16(1, 16, k), layout, **given)
     assert found is not None and reason in found
-    if row is SM90:
+    if row is SM90_:
         assert gemm_limits.m_grouped_gemm_bf16(row, bf16(rows, 64), bf16(1, 16, 64), layout, **GROUPED) is None
 
 
