@@ -202,7 +202,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (cpu)")
     parser.add_argument("--ops", choices=KINDS, nargs="+", default=list(KINDS), help="kinds of products (all)")
     parser.add_argument(
-        "--shapes", choices=("small", "all"), default="small", help=f"small: {' and '.join(SMALL)} (small)"
+        "--shapes",
+        choices=("small", "all", *SHAPES),
+        nargs="+",
+        default=["small"],
+        metavar="NAME",
+        help=f"small (that is {' and '.join(map(repr, SMALL))}), all, or any of {', '.join(map(repr, SHAPES))} (small)",
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128], help="values of M (1 16 128)")
     parser.add_argument("--repeats", type=int, default=9, help="turns per size (9)")
@@ -221,7 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing is not None:
         print(f"gemm: {missing}", file=sys.stderr)
         return 1
-    shapes = {name: SHAPES[name] for name in (SMALL if args.shapes == "small" else SHAPES)}
+    wanted = {"small": SMALL, "all": tuple(SHAPES)}
+    shapes = {name: SHAPES[name] for given in args.shapes for name in wanted.get(given, (given,))}
     todo: list[Callable[[], Iterator[Case]]] = back_end.cases(args.ops, shapes, args.tokens)
     rows: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.no_grad():
