@@ -6,8 +6,9 @@ the walk here may be generous: it only chooses the nodes that the region starts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["PRODUCTS", "Product", "cuts", "is_upcast", "name_of", "product_of", "source_of", "unfit"]
+__all__ = ["PRODUCTS", "Product", "cuts", "is_batch", "is_upcast", "name_of", "product_of", "source_of", "unfit"]
 
 PRODUCTS = ("aten.linear", "aten.mm", "aten.matmul", "aten.addmm", "aten.bmm", "aten.einsum")
 
@@ -89,13 +90,18 @@ def name_of(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_batch(view: GraphView, product: Product) -> bool:
+    """True if the second factor holds more than one matrix."""
+    return any(not (isinstance(s, int) and s == 1) for s in view.shape(product.right)[:-2])
+
+
 def unfit(view: GraphView, product: Product) -> Refusal | None:
     """Why ``product`` is no product of two matrices whatever its dtypes are, or ``None``."""
     left, right = view.shape(product.left), view.shape(product.right)
     name = op_name(product.node).removeprefix("aten.")
     if len(right) < 2 or not left:
         return Refusal(f"{name} multiplies by a vector, and gemm_bf16 multiplies matrices.", product.node)
-    if any(not (isinstance(s, int) and s == 1) for s in right[:-2]):
+    if is_batch(view, product):
         return Refusal(f"{name} multiplies batches of matrices, and gemm_bf16 takes one pair.", product.node)
     beta = product.node.kwargs.get("beta", 1)
     if name == "addmm" and beta != 1:
@@ -107,7 +113,14 @@ def unfit(view: GraphView, product: Product) -> Refusal | None:
     return None
 
 
-def cuts(view: GraphView, name: str, product: Product, a: fx.Node, b: fx.Node) -> Sequence[Region] | Refusal:
+def cuts(
+    view: GraphView,
+    name: str,
+    product: Product,
+    a: fx.Node,
+    b: fx.Node,
+    hints: Mapping[str, Any] | None = None,
+) -> Sequence[Region] | Refusal:
     """Regions from ``a``, ``b`` and what is added to the product; with a final rounding to the operands' dtype first.
 
     The rounding is taken along only if nobody else reads the unrounded product: there would be two products then.
@@ -119,6 +132,6 @@ def cuts(view: GraphView, name: str, product: Product, a: fx.Node, b: fx.Node) -
     users = list(product.node.users)
     if len(users) == 1 and op_name(users[0]) in _CASTS and view.dtype(users[0]) == view.dtype(a):
         outputs.insert(0, users[0])
-    found = [slice_region(view, name, inputs, [output]) for output in outputs]
+    found = [slice_region(view, name, inputs, [output], hints) for output in outputs]
     regions = [r for r in found if isinstance(r, Region)]
     return regions or next(r for r in found if isinstance(r, Refusal))

@@ -21,7 +21,7 @@ from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.normal_form import size
 from ascend_deep.passes.region import Dims, Region
 
-__all__ = ["LAYOUTS", "emit", "plan", "probes", "solve"]
+__all__ = ["LAYOUTS", "agrees", "emit", "inputs_of", "plan", "probes", "solve"]
 
 LAYOUTS = ("nt", "nn", "tn", "tt")
 
@@ -51,7 +51,8 @@ def plan(region: Region, k: int = _K, n: int = _N, first: int = 0) -> Dims | Ref
                 symbols[name] = small if isinstance(small, int) else next(small)
 
     a, b = ([size(s) for s in region.inputs[role].meta["val"].shape] for role in ("a", "b"))
-    shared = [s for s in a if any(s == o for o in b)]
+    # What both have is summed over, but for the leading dims of batches.
+    shared = [s for s in a if any(s == o for o in b) and s not in a[:-2]]
     # A block may split its rows, and then their number is the product of what it is split into.
     split = [size(s) for s in region.outputs[0].meta["val"].shape[:-1]]
     whole = [s for s in a if s not in shared]
@@ -86,7 +87,7 @@ def solve(region: Region, out_dtypes: Sequence[torch.dtype]) -> Solution | Refus
         return Refusal(dims.reason, output)
     left: list[tuple[str, float]] | None = None
     for seed, gain in ((41, 1.0), (42, 30.0)):
-        tensors = _inputs(region, dims, seed, gain)
+        tensors = inputs_of(region, dims, seed, gain)
         try:
             (want,) = region.program.run(dims, tensors)
         except Exception as error:  # any op may refuse these sizes
@@ -119,7 +120,7 @@ def probes(region: Region, solution: Solution) -> Sequence[Probe]:
     for case, seed, gain, (k, n, first) in cases:
         dims = plan(region, k, n, first)
         if isinstance(dims, Dims):
-            found.append(Probe(case, seed, dims, _inputs(region, dims, seed, gain)))
+            found.append(Probe(case, seed, dims, inputs_of(region, dims, seed, gain)))
     return found
 
 
@@ -158,7 +159,6 @@ def _fitting(tensors: Mapping[str, Tensor], want: Tensor, factors: Sequence[floa
     """Layouts and factors with which the exact product agrees with ``want``."""
     a, b = (_matrix(tensors[role]).double() for role in ("a", "b"))
     bias = tensors["bias"].double() if "bias" in tensors else None
-    rounding = _EXACT if want.dtype == torch.float32 else torch.finfo(want.dtype).eps
     for layout in LAYOUTS:
         left = a if layout[0] == "n" else a.t()
         right = b if layout[1] == "n" else b.t()
@@ -174,18 +174,25 @@ def _fitting(tensors: Mapping[str, Tensor], want: Tensor, factors: Sequence[floa
                     total, scale = (total + bias).reshape(want.shape), (scale + bias.abs()).reshape(want.shape)
                 except RuntimeError:
                     continue
-            error = (total.reshape(want.shape) - want.double()).abs()
-            # One rounding of the result, and float32 roundings of the sum, which grow with the size of its terms.
-            allowed = _EXACT * scale.reshape(want.shape) + rounding * total.reshape(want.shape).abs()
-            if bool((error <= allowed).all()):
+            if agrees(want, total.reshape(want.shape), scale.reshape(want.shape)):
                 yield layout, alpha
+
+
+def agrees(want: Tensor, exact: Tensor, terms: Tensor) -> bool:
+    """True if ``want`` is ``exact`` (f64) but for one rounding of the result, and float32 roundings of the sum.
+
+    Those grow with the size of the terms: ``terms`` is the sum of their magnitudes.
+    """
+    rounding = _EXACT if want.dtype == torch.float32 else torch.finfo(want.dtype).eps
+    return bool(((exact - want.double()).abs() <= _EXACT * terms + rounding * exact.abs()).all())
 
 
 def _matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _inputs(region: Region, dims: Dims, seed: int, gain: float) -> dict[str, Tensor]:
+def inputs_of(region: Region, dims: Dims, seed: int, gain: float) -> dict[str, Tensor]:
+    """Random operands in the region's dtypes."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     drawn: dict[fx.Node, Tensor] = {}  # x @ x.t() has one operand in two roles

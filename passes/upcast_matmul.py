@@ -5,12 +5,13 @@
 as routers, indexers and norms are written. A product of two bfloat16 numbers is exact in float32, so the op, which sums
 in float32 and returns float32, adds the same products in another order, and reads half the bytes.
 
-Covers linear, mm, matmul, addmm, bmm of one pair and einsum; views before and after the conversion; a bias; a factor;
-a final rounding to bfloat16. Left are: operands that are not both bfloat16 before the conversion (rounding one to
-bfloat16 would change the result), batches of products, ``beta``. The op is decided by running the block
-(``gemm_family.py``); whether it is worth it, by the device (``policy.py``).
+Covers linear, mm, matmul, addmm, bmm and einsum; views before and after the conversion; a bias; a factor; a final
+rounding to bfloat16; and batches of products, as ``einsum_bf16`` (``gemm_batched.py``). Left are: operands that are not
+both bfloat16 before the conversion (rounding one to bfloat16 would change the result), ``beta``, batches that share a
+matrix. The op is decided by running the block (``gemm_family.py``); whether it is worth it, by the device
+(``policy.py``).
 
-Contract: ``ops/gemm_bf16.py``.
+Contracts: ``ops/gemm_bf16.py``, ``ops/einsum_bf16.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from ascend_deep.passes import gemm_family
+from ascend_deep.passes import gemm_batched, gemm_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
-from ascend_deep.passes.gemm_cut import PRODUCTS, cuts, name_of, product_of, source_of, unfit
+from ascend_deep.passes.gemm_cut import PRODUCTS, cuts, is_batch, name_of, product_of, source_of, unfit
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.region import Region
 
@@ -53,7 +54,8 @@ class UpcastMatmul:
         """From the operands before their conversion to the product, with a final rounding first."""
         product = product_of(anchor)
         assert product is not None
-        refusal = unfit(view, product)
+        batched = is_batch(view, product) and product.added is None
+        refusal = None if batched else unfit(view, product)
         if refusal is not None:
             return refusal
         sources = [source_of(view, operand) for operand in (product.left, product.right)]
@@ -69,10 +71,12 @@ class UpcastMatmul:
                 "change the result.",
                 anchor,
             )
-        return cuts(view, self.name, product, *sources)
+        return cuts(view, self.name, product, *sources, {"batched": batched})
 
     def solve(self, region: Region) -> Solution | Refusal:
         """Layout and factor of the product."""
+        if region.hints["batched"]:
+            return gemm_batched.solve(region)
         return gemm_family.solve(region, (torch.float32, torch.bfloat16))
 
     def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
@@ -83,6 +87,8 @@ class UpcastMatmul:
         self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
     ) -> Sequence[fx.Node]:
         """See ``gemm_family.emit``."""
+        if region.hints["batched"]:
+            return gemm_batched.emit(build, region, inputs, solution)
         return gemm_family.emit(build, region, inputs, solution)
 
 

@@ -141,7 +141,6 @@ NEAR_MISSES = {
     "float16": (lambda x, w, b: F.linear(x.half().float(), w.half().float()), "float16"),
     "beta": (lambda x, w, b: torch.addmm(b, x.float(), w.float().t(), beta=0.5), "beta=0.5"),
     "beta is zero": (lambda x, w, b: torch.addmm(b, x.float(), w.float().t(), beta=0), "beta=0"),
-    "batches": (lambda x, w, b: torch.bmm(x.float().view(2, 3, -1), w.float().view(2, 32, -1)), "batches"),
     "a vector": (lambda x, w, b: x.float() @ w[0].float(), "vector"),
 }
 
@@ -154,6 +153,54 @@ def test_near_misses(name):
     assert run.ops == []
     assert len(run.reasons) == 1 and words in run.reasons[0], run.reasons
     near(got, f(x, w, b), 1e-6)
+
+
+BATCHES = {
+    "bmm": (lambda a, b: torch.bmm(a.float(), b.float()), (6, 5, 32), (6, 32, 24), "nn"),
+    "bmm of a transposed": (lambda a, b: torch.bmm(a.float(), b.float().mT), (6, 5, 32), (6, 24, 32), "nt"),
+    "matmul": (lambda a, b: a.float() @ b.float().transpose(-1, -2), (2, 3, 5, 32), (2, 3, 24, 32), "nt"),
+    "first transposed": (lambda a, b: a.float().mT @ b.float(), (4, 32, 5), (4, 32, 24), "tn"),
+    "rounded after": (lambda a, b: torch.bmm(a.float(), b.float()).bfloat16(), (6, 5, 32), (6, 32, 24), "nn"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name, dynamic):
+    f, left, right, layout = BATCHES[name]
+    leaves, eager = ([torch.randn(s).to(BF16) for s in (left, right)] for _ in range(2))
+    for mine, other in zip(leaves, eager, strict=True):
+        other.copy_(mine)
+        mine.requires_grad_(not dynamic)
+        other.requires_grad_(not dynamic)
+    if dynamic:
+        torch._dynamo.mark_dynamic(leaves[1], 0)
+    got, run = compiled(f, *leaves, recognisers=ONLY, dynamic=dynamic)
+    assert run.ops == ["einsum_bf16"], run.reasons
+    assert run.outcomes[-1].matches[0].spec.startswith(f"einsum_bf16(layout={layout}")
+    want = f(*eager)
+    near(got.detach(), want.detach(), 1e-6 if want.dtype == F32 else 8e-3)
+    if not dynamic:
+        seed = torch.randn(want.shape).to(want.dtype)
+        pairs = zip(torch.autograd.grad(got, leaves, seed), torch.autograd.grad(want, eager, seed), strict=True)
+        for a, e in pairs:
+            near(a, e, 4e-3, strides=False)
+
+
+BATCHES_LEFT = {
+    "heads in another place": lambda a, b: a.float().permute(1, 0, 2) @ b.float(),
+    "one shared matrix": lambda a, b: torch.matmul(a.float(), b.float()[:1].expand(6, -1, -1)),
+    "scaled": lambda a, b: torch.bmm(a.float() * 1.3, b.float()),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES_LEFT)
+def test_batches_that_are_something_else(name):
+    f = BATCHES_LEFT[name]
+    a, b = torch.randn(6, 6, 32).to(BF16), torch.randn(6, 32, 24).to(BF16)
+    got, run = compiled(f, a, b, recognisers=ONLY)
+    assert run.ops == [] and len(run.reasons) == 1
+    near(got, f(a, b), 1e-6)
 
 
 def test_what_has_nothing_to_do_with_it_is_not_looked_at():
