@@ -1,6 +1,6 @@
 """What a batch of products computes as ``einsum_bf16``: found by running it, as in ``gemm_family``.
 
-    out[.., i, j] = sum over k of a[.., i, k] b[.., k, j]      a and b of one batch, bfloat16, either of the last dims first
+    out[.., i, j] = sum over k of a[.., i, k] b[.., k, j]        a and b of one batch, either of their last dims first
 
 The op keeps the batch in the middle, [M, B, K], so the operands are read through a view and the result is put back in
 order, which is a copy of the result.
@@ -54,16 +54,16 @@ def solve(region: Region) -> Solution | Refusal:
 
 def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution) -> Sequence[fx.Node]:
     """One ``einsum_bf16`` between views, and the order of the block."""
-    turned_a, stored_b = str(solution.attrs["layout"])
+    layout = str(solution.attrs["layout"])
     value: Tensor = region.inputs["a"].meta["val"]
     a, b = (_batch(build, inputs[role], region.inputs[role].meta["val"]) for role in ("a", "b"))
-    a = build.call(_aten.permute.default, a, [1, 0, 2] if turned_a == "n" else [2, 0, 1])
+    a = build.call(_aten.permute.default, a, [1, 0, 2] if layout[0] == "n" else [2, 0, 1])
     call = build.call(
         torch.ops.ascend_deep.einsum_bf16.default,
         a,
         b,
         None,
-        eq=_EQUATIONS[stored_b],
+        eq=_EQUATIONS[layout[1]],
         out_dtype=solution.attrs["out_dtype"],
     )
     out = build.call(_aten.transpose.int, call, 0, 1)

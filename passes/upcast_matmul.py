@@ -71,7 +71,7 @@ class UpcastMatmul:
                 "change the result.",
                 anchor,
             )
-        return cuts(view, self.name, product, *sources, {"batched": batched})
+        return cuts(view, self.name, product, sources[0], sources[1], {"batched": batched})
 
     def solve(self, region: Region) -> Solution | Refusal:
         """Layout and factor of the product."""
