@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascend_deep.loop_checks import below, fingerprint, unusual
+from ascend_deep.loop_checks import below, fingerprint, loop_in_method, unusual
 from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
 from ascend_deep.loop_flow import reads
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
@@ -191,6 +191,12 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
         elif answer is not None and (reason is None or answer[0] > reason[0]):
             reason = answer
     if not modes or not parts:
+        method = loop_in_method(type(module), {f.pattern.split(".")[0] for f in found})
+        if method is not None and (reason is None or reason[0] < 3):
+            return 3, (
+                f"its loop over experts is in the method {method!r}, together with what makes their ids; the parts "
+                "that can be replaced are statements of forward. Make ids and weights there, or move the loop there."
+            )
         return reason
     loop = _dtypes(source, entry, path, found, parts, modes, shape)
     return replace(loop, reads=functools.reduce(Reads.merged, watch)) if isinstance(loop, Loop) else loop

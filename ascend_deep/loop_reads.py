@@ -263,6 +263,11 @@ class Reader:
             elif is_simple(held):
                 self._number(held, text)
                 fixed[id(node)] = held
+            elif len(names) == position + 2 and (key := config_key(held, names[-1])) is not None:
+                self.attributes[self._path(owner), f"{name}.{key}"] = None
+                fixed[id(node)] = vars(held)[key]
+                self._number(vars(held)[key], f"{text}.{names[-1]}")
+                return
             else:
                 raise Left(f"its code reads {text!r}, a {type(held).__name__}, which may change without being noticed.")
             return
@@ -282,6 +287,22 @@ class Reader:
             self.numbers[float(abs(value))] = None
         if isinstance(value, int) and value >= _UNTRIED and value not in self.sides:
             raise Left(f"its code has the number {value} ({where}), more tokens than can be tried.")
+
+
+def config_key(held: Any, name: str) -> str | None:
+    """The entry of ``vars(held)`` that ``held.name`` is, if it is a number or the like of a plain object.
+
+    Plain objects are those that look nowhere else: namespaces, data classes, and the configs of transformers, which
+    have other names for some entries.
+    """
+    kind = type(held)
+    if kind is not types.SimpleNamespace and kind.__getattribute__ is not object.__getattribute__:
+        if getattr(kind.__getattribute__, "__module__", "") != "transformers.configuration_utils":
+            return None
+        name = getattr(kind, "attribute_map", {}).get(name, name)
+    if hasattr(kind, "__getattr__") or not hasattr(held, "__dict__") or hasattr(kind.__dict__.get(name), "__set__"):
+        return None
+    return name if name in vars(held) and is_simple(vars(held)[name]) else None
 
 
 def _in_library(value: Any) -> bool:

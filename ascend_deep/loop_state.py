@@ -162,6 +162,7 @@ class Experts:
         wrong = self._collect()
         if wrong is not None:
             raise ValueError(wrong)
+        self.fresh = True  # a copy may be compiled before it is called
 
     # -- calls --------------------------------------------------------------------------------------------------------
     def usable(self, training: bool) -> bool:
@@ -248,6 +249,9 @@ class Experts:
         found: list[tuple[dict[str, Any], str]] = list(self.outside)
         inherited: list[tuple[nn.Module, str]] = []
         for module, name in self.links:
+            if "." in name:  # a number of a config
+                found.append((vars(getattr(module, name.partition(".")[0])), name.partition(".")[2]))
+                continue
             found.append((module._modules if name in module._modules else vars(module), name))
             if name not in module._modules and name not in vars(module):
                 inherited.append((module, name))
@@ -278,7 +282,9 @@ class Experts:
             place, name = next((held, n) for held, n, value in found if held.get(n) is not value)
             if any(place is scope for scope, _ in self.outside):
                 return f"the global {name!r}, which its loop reads, was replaced after prepare."
-            if any(place is vars(module) for module, n in self.links if n == name):
+            if any(place is vars(module) for module, n in self.links if n == name) or any(
+                n.endswith(f".{name}") for _, n in self.links
+            ):
                 return f"{name!r}, which its loop reads, was replaced after prepare."
             return f"{name!r} of one of its experts was replaced after prepare."
         heirs, names, values = self._inherited
@@ -297,6 +303,16 @@ class Experts:
             and [p.data_ptr() for p in known] == places
             and [p.requires_grad for p in known] == needs
         )
+
+    def _moved(self) -> str:
+        """What is not as it was, of parameters that the op can still read."""
+        known, _, needs = self._known
+        current = [p for s in self.stacks if s is not None for p in s.parameters()]
+        same = len(current) == len(known) and all(map(operator.is_, current, known))
+        frozen = [p.requires_grad for p in known] != needs
+        if same and frozen:
+            return "requires_grad of one of its experts' parameters was changed."
+        return "the data of its experts' parameters were moved to another place."
 
     def _collect(self) -> str | None:
         """Make the parameters' data slices of one tensor per stack. A sentence if they are not plain and equal."""
@@ -380,10 +396,11 @@ def _loop_guard(idx: Tensor, stack: Tensor) -> Tensor:
     """A copy of ``idx``, if the experts of the module that owns ``stack`` are what they were when it was compiled."""
     experts = _LIVE.get(stack.data_ptr())
     if experts is not None and (experts._changed_structure() is not None or not experts._up_to_date()):
-        why = experts.refresh() or "the data of its experts' parameters were moved to another place."
+        why = experts._moved()
+        why = experts.refresh() or why
         raise RuntimeError(
             f"{experts.path} changed after it was compiled: {why} This call was stopped, because the compiled graph "
-            f"would use old weights; the next call compiles anew."
+            f"was made for the experts as they were; the next call compiles anew."
         )
     return idx.clone()
 

@@ -190,6 +190,9 @@ def _from_family(
     values = {**small_fields(kind, layers), **fields}
     if len(shape) != 2:
         raise BadInput(f"shape has {len(shape)} sizes; a Hugging Face model takes two, batch and sequence.")
+    if 0 in shape:
+        text = ",".join(map(str, shape))
+        raise BadInput(f"shape is {text}; a Hugging Face model takes a batch and a sequence of at least 1.")
     extra = {"experts_implementation": impl} if impl else {}
     try:
         config = kind(**values)

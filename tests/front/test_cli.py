@@ -121,6 +121,7 @@ def test_nothing_fused_is_exit_code_3(model: str) -> None:
         (["explain", "cli_models:Router", "--target", "mars"], "accepted are auto, cpu"),
         (["explain", "cli_models:Router", "--enable", "routers"], "'routers'"),
         (["explain", "cli_models:Router", "--shape", "two"], "sizes separated by commas"),
+        (["explain", "mixtral", "--shape", "0,0"], "shape is 0,0; a Hugging Face model takes"),
         (["explain", "cli_models:Router", "--normal-form", "--format", "json"], "leave --format out"),
         (["explain", "cli_models:Router", "--set", "oops"], "name=value"),
         (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "cannot write"),
@@ -147,6 +148,19 @@ def test_a_failing_model_is_exit_code_1(model: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ASCEND_DEEP_TRACEBACK", "1")
     result = runner.invoke(app, ["explain", f"{model}:Failing"])
     assert isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit)
+
+
+def test_an_impossible_model_is_one_line_without_a_traceback(model: str) -> None:
+    """In a process of its own: the traceback of such an error is logged by torch, not raised."""
+    arguments = ["explain", "mixtral", "--set", "num_experts_per_tok=99", "--layers", "1"]
+    command = "from ascend_deep.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=300, env=dict(os.environ)
+    )
+    assert done.returncode == 1
+    text = done.stderr.strip()
+    assert "k not in range for dimension, in topk" in text and "Traceback" not in text
+    assert len(text.splitlines()) == 1, text
 
 
 def test_a_build_function_that_raises_is_exit_code_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
