@@ -133,7 +133,7 @@ def prepare(
     if most:
         tensors = (weights, q_sf, kv_sf, ks, ke, folded, scales, starts, ends)
         with on_device(weights):
-            key = key_of(tensors, "prepare", scale)
+            key = key_of(tensors, "prepare", scale, keys)
             if repeat(key, tensors):
                 return folded, scales, starts, ends
             pitches = (

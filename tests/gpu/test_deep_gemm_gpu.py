@@ -125,6 +125,16 @@ def test_negative_scales_are_not_lost(which: str) -> None:
     assert which == "q_sf" or not (idx == 7).any()
 
 
+def test_bounds_of_keys_without_scales() -> None:
+    """The number of keys, to which bounds are clamped, is then seen in no tensor of the launch that prepares them."""
+    for keys in (700, 1100, 300):
+        a = make(200, 32, 64, keys)
+        a["kv_sf"] = torch.ones_like(a["kv_sf"])
+        ke = torch.full((1, 200), 1000, device="cuda")
+        got = mqa_logits(**{n: t for n, t in a.items() if n != "kv_sf"}, ke=ke)
+        assert torch.equal(got, direct(a, None, ke))
+
+
 def test_topk_is_that_of_the_librarys_scores() -> None:
     for keys in (3000, 40000):
         a = make(257, 64, 128, keys)
