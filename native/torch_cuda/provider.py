@@ -17,11 +17,13 @@ from torch import Tensor
 from ascend_deep.native._provider import Provider
 from ascend_deep.native.deep_gemm import gemm_layouts
 
-__all__ = ["LEAST_GROUP", "LEAST_ROWS", "TORCH_CUDA"]
+__all__ = ["DETOUR_COLUMNS", "DETOUR_ROWS", "LEAST_GROUP", "LEAST_ROWS", "TORCH_CUDA"]
 
 _FP8 = torch.float8_e4m3fn
 LEAST_ROWS = 65
 """Fewer rows are bound by reading the weight, which our Triton kernel does faster."""
+DETOUR_ROWS, DETOUR_COLUMNS = 1024, 4096
+"""Sizes of a result that is too large to be written in float32 first (measured at 128 and 4096 rows)."""
 LEAST_GROUP = 512
 """Rows of an average group from which ``_grouped_mm`` is the faster one."""
 
@@ -52,6 +54,12 @@ def gemm_bf16_limits(
         return f"it has {left.shape[0]} rows; our own kernel is the faster one below {LEAST_ROWS}."
     if 0 in (*left.shape, right.shape[1]):
         return "a size is 0; the reference has nothing to compute either."
+    dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
+    if dtype == torch.bfloat16 and not _exact() and left.shape[0] >= DETOUR_ROWS and right.shape[1] >= DETOUR_COLUMNS:
+        return (
+            "torch may sum bfloat16 products in bfloat16 (allow_bf16_reduced_precision_reduction); the way around costs "
+            f"more than our own kernel from {DETOUR_ROWS} rows and {DETOUR_COLUMNS} columns on."
+        )
     return None
 
 

@@ -112,6 +112,9 @@ def launch(
             gemm_vector.vector(a, b, c, out, alpha, scales, plan, known and (known[0], tensors[:6]))
             return
     rows = m if grouping == DENSE else max(1, expected or -(-m // groups))
+    if grouping == LABELS:
+        # A tile has rows of one group.
+        rows = min(rows, alignment & -alignment)
     tile = tile or tile_for(rows, n, k, scaled=scales is not None, groups=groups, grouped=grouping != DENSE)
     if grouping == LABELS:
         tile = replace(tile, rows=min(tile.rows, alignment & -alignment))

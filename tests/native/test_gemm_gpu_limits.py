@@ -116,6 +116,20 @@ def test_torch_stays_on_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         assert found is not None and "not SM90" in found
 
 
+def test_torch_and_its_reduced_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has to go through a float32 result, our kernel takes large products."""
+
+    def found(m: int, n: int, dtype: torch.dtype | None = None) -> str | None:
+        return TORCH["gemm_bf16"](bf16(m, 8), bf16(n, 8), None, **(PLAIN | {"out_dtype": dtype}))
+
+    monkeypatch.setattr(torch_cuda, "_exact", lambda: True)
+    assert found(1024, 4096) is None
+    monkeypatch.setattr(torch_cuda, "_exact", lambda: False)
+    reason = found(1024, 4096)
+    assert reason is not None and "allow_bf16_reduced_precision_reduction" in reason
+    assert found(1023, 4096) is None and found(1024, 4095) is None and found(1024, 4096, F32) is None
+
+
 def test_order_and_names() -> None:
     assert [p.name for p in table.PRIORITY["cuda"]] == ["deep_gemm", "torch", "native.triton"]
     for name in gemm_limits.__all__:
