@@ -1,6 +1,6 @@
 // Products of a few tokens with rows of codes, which are multiplied as they are decoded: the decode step of a model.
 //
-// kCodedRows rows at a time run over the whole of K. The scale of a block is applied to the sum over a step of it.
+// A row, or kCodedRows of them, runs over the whole of K. The scale of a block is applied to the sum over a step.
 #pragma once
 
 #include "gemm_codes.h"
@@ -10,7 +10,14 @@ namespace {
 using ascend_deep_cpu::Product;
 
 constexpr int64_t kCodedRows = 4;
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 6144;
+
+// Whether one token is multiplied row by row, as memory likes best: for rows of E2M1 that are long enough to be worth
+// it, as long as the token stays in the first cache. Rows of E4M3, twice as long, gain nothing.
+template <typename F>
+constexpr bool row_by_row(int64_t tokens, int64_t depth) {
+  return F::kVectors == 8 && tokens == 1 && depth >= 1024 && depth <= 8192;
+}
 
 // Row `row` of the scales as float32 in `space`, unless it is that where it lies: one for each group.
 inline const float* scale_row(const Operand& x, int64_t row, int64_t groups, float* space) {
@@ -84,75 +91,100 @@ AD_INLINE void code_step(BVec codes, const float* s, const float* x, int64_t pit
   }
 }
 
-// Rows of codes times MB tokens; out[m * ldo + j]. `every`: steps that share a scale, if one belongs to a step.
-template <typename F, int MB, Spread32 kSpread>
-void coded_rows(const uint8_t* const* rows, const float* const* scales, int64_t every, const float* x, int64_t pitch,
-                int64_t depth, int64_t ahead, float* out, int64_t ldo) {
-  constexpr int kSums = kLanes == 16 ? 8 : 4;  // that lane_sums makes at a time
+// What rows of codes share in a product.
+struct CodedRun {
+  int64_t every;            // steps that share a scale, if one belongs to a step
+  const float* x;           // tokens, `pitch` apart
+  int64_t pitch, depth;
+  int64_t ahead, sf_ahead;  // what is prefetched: bytes of codes, and scales
+};
+
+// R rows times MB tokens: sums of lanes acc[m * stride + j] and NaN seen[j].
+template <typename F, int MB, int R, Spread32 kSpread>
+AD_INLINE void coded_run(const uint8_t* const* rows, const float* const* scales, const CodedRun& run, Vec* sums,
+                         int64_t stride, BVec* had_nan) {
   constexpr int64_t kGroups = kSpread == kWhole ? 1 : F::kStep / 32;  // scales of a step
   constexpr int64_t kPer = F::kStep / kStepBytes;                    // elements of a byte
-  Vec acc[MB][kCodedRows] = {};
-  BVec seen[kCodedRows] = {};
-  const uint8_t* r[kCodedRows];
-  const float* s[kCodedRows];
+  Vec acc[MB][R] = {};
+  BVec seen[R] = {};
+  const uint8_t* r[R];
+  const float* s[R];
 #pragma GCC unroll 4
-  for (int64_t j = 0; j < kCodedRows; ++j) r[j] = rows[j], s[j] = scales[j];
-  int64_t k = 0, left = every;
-  for (; k + F::kStep <= depth; k += F::kStep) {
+  for (int64_t j = 0; j < R; ++j) r[j] = rows[j], s[j] = scales[j];
+  const float* x = run.x;
+  int64_t k = 0, left = run.every;
+  for (; k + F::kStep <= run.depth; k += F::kStep) {
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < kCodedRows; ++j) {
-      __builtin_prefetch(r[j] + ahead, 0, 3);
+    for (int64_t j = 0; j < R; ++j) {
+      __builtin_prefetch(r[j] + run.ahead, 0, 3);
+      if constexpr (kGroups > 1) __builtin_prefetch(s[j] + run.sf_ahead, 0, 3);
       const BVec codes = *reinterpret_cast<const BVecU*>(r[j]);
       if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
-      code_step<F, MB, kSpread>(codes, s[j], x, pitch, &acc[0][j], kCodedRows);
+      code_step<F, MB, kSpread>(codes, s[j], x, run.pitch, &acc[0][j], R);
       r[j] += kStepBytes;
       if constexpr (kGroups > 1) s[j] += kGroups;
     }
     x += F::kStep;
     if (kGroups == 1 && --left == 0) {
-      left = every;
+      left = run.every;
 #pragma GCC unroll 4
-      for (int64_t j = 0; j < kCodedRows; ++j) ++s[j];
+      for (int64_t j = 0; j < R; ++j) ++s[j];
     }
   }
-  if (k < depth) {
+  if (k < run.depth) {
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < kCodedRows; ++j) {
+    for (int64_t j = 0; j < R; ++j) {
       alignas(64) uint8_t last[kStepBytes] = {};
       float part[4] = {};
-      std::memcpy(last, r[j], (depth - k + kPer - 1) / kPer);
-      for (int64_t g = 0; g < kGroups && (g == 0 || 32 * g < depth - k); ++g) part[g] = s[j][g];
+      std::memcpy(last, r[j], (run.depth - k + kPer - 1) / kPer);
+      for (int64_t g = 0; g < kGroups && (g == 0 || 32 * g < run.depth - k); ++g) part[g] = s[j][g];
       const BVec codes = *reinterpret_cast<const BVecU*>(last);
       if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
-      code_step<F, MB, kSpread>(codes, part, x, pitch, &acc[0][j], kCodedRows);
+      code_step<F, MB, kSpread>(codes, part, x, run.pitch, &acc[0][j], R);
     }
   }
   // Indexed by constants only, or the sums would be in memory all along.
-  bool nan[kCodedRows], any = false;
 #pragma GCC unroll 4
-  for (int64_t j = 0; j < kCodedRows; ++j) {
-    nan[j] = F::kVectors == 4 && saw_nan(seen[j]);
+  for (int64_t j = 0; j < R; ++j) {
+    had_nan[j] = seen[j];
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m) sums[m * stride + j] = acc[m][j];
+  }
+}
+
+// kCodedRows rows of codes times MB tokens; out[m * ldo + j].
+template <typename F, int MB, Spread32 kSpread>
+void coded_rows(const uint8_t* const* rows, const float* const* scales, const CodedRun& run, float* out, int64_t ldo) {
+  constexpr int kSums = kLanes == 16 ? 8 : 4;  // that lane_sums makes at a time
+  Vec sums[MB][kSums] = {};
+  BVec seen[kCodedRows];
+  if (row_by_row<F>(MB, run.depth)) {
+    for (int64_t j = 0; j < kCodedRows; ++j) {
+      coded_run<F, 1, 1, kSpread>(rows + j, scales + j, run, &sums[0][j], kSums, seen + j);
+    }
+  } else {
+    coded_run<F, MB, kCodedRows, kSpread>(rows, scales, run, &sums[0][0], kSums, seen);
+  }
+  bool nan[kCodedRows] = {}, any = false;
+  for (int64_t j = 0; j < kCodedRows && F::kVectors == 4; ++j) {
+    nan[j] = saw_nan(seen[j]);
     any |= nan[j];
   }
-#pragma GCC unroll 4
   for (int m = 0; m < MB; ++m) {
-    Vec sums[kSums] = {};
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < kCodedRows; ++j) sums[j] = acc[m][j] * (1.0f / F::kUnit);
     float all[kSums];
-    lane_sums<kSums>(sums, all);
+    for (int64_t j = 0; j < kCodedRows; ++j) sums[m][j] *= 1.0f / F::kUnit;
+    lane_sums<kSums>(sums[m], all);
     std::memcpy(out + m * ldo, all, kCodedRows * sizeof(float));
     for (int64_t j = 0; any && j < kCodedRows; ++j) out[m * ldo + j] = nan[j] ? NAN : all[j];
   }
 }
 
 template <typename F, Spread32 kSpread>
-void coded_tokens(const uint8_t* const* rows, const float* const* scales, int64_t every, const Product& a, int64_t ahead,
-                  float* out, int64_t ldo) {
-  const float* x = a.packed;
-  if (a.plain == 3) coded_rows<F, 3, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
-  else if (a.plain == 2) coded_rows<F, 2, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
-  else coded_rows<F, 1, kSpread>(rows, scales, every, x, a.pitch, a.depth, ahead, out, ldo);
+void coded_tokens(const uint8_t* const* rows, const float* const* scales, const CodedRun& run, int64_t tokens, float* out,
+                  int64_t ldo) {
+  if (tokens == 3) coded_rows<F, 3, kSpread>(rows, scales, run, out, ldo);
+  else if (tokens == 2) coded_rows<F, 2, kSpread>(rows, scales, run, out, ldo);
+  else coded_rows<F, 1, kSpread>(rows, scales, run, out, ldo);
 }
 
 // Elements of a step if scales of this granularity can be applied to the sum of one, or of parts of one; otherwise 0.
@@ -173,8 +205,13 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
   // The row of scales in use, and where the next one begins; a division takes as long as a hundred products.
   int64_t block = n0 / w.gran_row - 1, edge = (block + 1) * w.gran_row;
   const float* current = one;
-  // What is prefetched is a tile away, or some kilobytes.
-  const int64_t tile = kCodedRows * w.row, ahead = tile * max64(1, kAheadBytes / max64(tile, 1));
+  // What is prefetched is in the rows that come next, some kilobytes away.
+  const bool alone = row_by_row<F>(a.plain, a.depth);
+  const int64_t tile = alone ? w.row : kCodedRows * w.row, tiles = max64(1, kAheadBytes / max64(tile, 1));
+  CodedRun run{every, a.packed, a.pitch, a.depth, tile * tiles, 0};
+  if (w.sf == ascend_deep_cpu::kSfF32 && w.sf_col == 1 && w.gran_row == 1) {
+    run.sf_ahead = (alone ? 1 : kCodedRows) * tiles * w.sf_row;
+  }
   for (int64_t n = n0; n < n1; n += kCodedRows) {
     const uint8_t* rows[kCodedRows];
     const float* scales[kCodedRows];
@@ -188,8 +225,8 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
       }
       scales[j] = current;
     }
-    if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, every, a, ahead, out + (n - n0), ldo);
-    else coded_tokens<F, kWhole>(rows, scales, every, a, ahead, out + (n - n0), ldo);
+    if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, run, a.plain, out + (n - n0), ldo);
+    else coded_tokens<F, kWhole>(rows, scales, run, a.plain, out + (n - n0), ldo);
   }
 }
 
