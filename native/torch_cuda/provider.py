@@ -57,8 +57,8 @@ def gemm_bf16_limits(
     dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
     if dtype == torch.bfloat16 and not _exact() and left.shape[0] >= DETOUR_ROWS and right.shape[1] >= DETOUR_COLUMNS:
         return (
-            "torch may sum bfloat16 products in bfloat16 (allow_bf16_reduced_precision_reduction); the way around costs "
-            f"more than our own kernel from {DETOUR_ROWS} rows and {DETOUR_COLUMNS} columns on."
+            "torch may sum bfloat16 products in bfloat16 (allow_bf16_reduced_precision_reduction); the way around it "
+            f"is slower than our own kernel from {DETOUR_ROWS} rows and {DETOUR_COLUMNS} columns on."
         )
     return None
 
