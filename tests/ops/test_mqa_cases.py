@@ -117,3 +117,22 @@ def test_lists_that_training_and_inference_share() -> None:
     compiled = torch.compile(choose, backend="aot_eager", fullgraph=True)(q, kv, weights)
     for other in (graded, compiled):
         assert torch.equal(other[1], idx) and torch.equal(other[0], scores)
+
+
+@pytest.mark.parametrize("runner", ["reference", "op"])
+def test_ties_are_equal_to_the_last_bit(runner: str) -> None:
+    """One unit in the last place of f32 is a difference; -0.0 and 0.0 are none; no rounding comes before the choice."""
+    above = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
+    kv = torch.tensor([1.0, -3.0, above, 1.0, 0.0, above, -2.0]).view(1, 7, 1)
+    one = torch.ones(1, 1, 1, 1)
+    weights = torch.tensor([[[1.0]], [[-1.0]]])
+    op = ops.op("mqa_topk")
+    call = op.reference if runner == "reference" else op.overload
+    options = {"scale": 1.0, "outside": "pad", "sorted": True, "return_scores": True, "index_dtype": None}
+    # Scores 1, 0, above, 1, 0, above, 0, and their negatives, of which the zeros are -0.0.
+    wanted = {1.0: [2, 5, 0, 3, 1, 4, 6], -1.0: [1, 4, 6, 0, 3, 2, 5]}
+    for w in weights:
+        for k in (1, 2, 3, 4, 5, 7):
+            scores, idx = call(one, None, kv, None, w.view(1, 1, 1), None, None, None, topk=k, **options)
+            assert idx[0, 0].tolist() == wanted[w.item()][:k]
+            assert torch.equal(scores[0, 0], w.item() * kv.relu()[0, idx[0, 0], 0])
