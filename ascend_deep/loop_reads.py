@@ -296,8 +296,9 @@ def config_key(held: Any, name: str) -> str | None:
     have other names for some entries.
     """
     kind = type(held)
-    if kind is not types.SimpleNamespace and kind.__getattribute__ is not object.__getattribute__:
-        if getattr(kind.__getattribute__, "__module__", "") != "transformers.configuration_utils":
+    lookup: Any = kind.__getattribute__
+    if kind is not types.SimpleNamespace and lookup is not object.__getattribute__:
+        if getattr(lookup, "__module__", "") != "transformers.configuration_utils":
             return None
         name = getattr(kind, "attribute_map", {}).get(name, name)
     if hasattr(kind, "__getattr__") or not hasattr(held, "__dict__") or hasattr(kind.__dict__.get(name), "__set__"):
