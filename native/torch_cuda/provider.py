@@ -8,6 +8,7 @@ float32 result, which cannot lose anything, and rounded afterwards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ LEAST_GROUP = 512
 """Rows of an average group from which ``_grouped_mm`` is the faster one."""
 
 
+@functools.cache
 def _unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device."
