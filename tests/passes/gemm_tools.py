@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ class Run:
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.outcomes.append(Pipeline(self.recognisers, forced=self.recognisers).run(gm))
         self.graphs.append(gm)
-        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+        # AOT Autograd takes most of the time of such a test, and matters only for gradients.
+        return torch._dynamo.lookup_backend("aot_eager" if torch.is_grad_enabled() else "eager")(gm, inputs)
 
     @property
     def reasons(self) -> list[str]:
@@ -58,3 +59,16 @@ def near(got: Tensor, want: Tensor, rtol: float, strides: bool = True) -> None:
     assert not strides or got.stride() == want.stride()
     scale = float(want.double().abs().max()) or 1.0
     assert float((got.double() - want.double()).abs().max()) <= rtol * scale
+
+
+def together(
+    spellings: Mapping[str, Callable[..., Any]], *args: Any, recognisers: Sequence[str], dynamic: bool = False
+) -> tuple[dict[str, Any], Run]:
+    """All functions on the same arguments in one graph: results by name. One compile for many spellings."""
+
+    def everything(*inputs: Any) -> list[Any]:
+        return [f(*inputs) for f in spellings.values()]
+
+    with torch.no_grad():
+        results, run = compiled(everything, *args, recognisers=recognisers, dynamic=dynamic)
+    return dict(zip(spellings, results, strict=True)), run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_tools import compiled, near
+from gemm_tools import compiled, near, together
 
 import ascend_deep
 
@@ -32,15 +32,13 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings(name, dynamic):
-    f, args = SPELLINGS[name], operands()
-    with torch.no_grad():
-        got, run = compiled(f, *args, recognisers=ONLY, dynamic=dynamic)
-        assert run.ops == ["m_grouped_gemm_bf16"], run.reasons
-        near(got, f(*args), 8e-3)
-    call = run.call("m_grouped_gemm_bf16")
-    assert call.kwargs["alignment"] == 1 and call.kwargs["layout"] == "nn"
+def test_spellings(dynamic):
+    args = operands()
+    got, run = together(SPELLINGS, *args, recognisers=ONLY, dynamic=dynamic)
+    assert run.ops == ["m_grouped_gemm_bf16"] * len(SPELLINGS), run.reasons
+    for name, f in SPELLINGS.items():
+        near(got[name], f(*args), 8e-3)
+    assert all(c.kwargs["alignment"] == 1 and c.kwargs["layout"] == "nn" for c in run.calls("m_grouped_gemm_bf16"))
 
 
 def test_training():
@@ -82,14 +80,14 @@ NEAR_MISSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses(name):
-    f, words = NEAR_MISSES[name]
+def test_near_misses():
     args = operands()
-    with torch.no_grad():
-        got, run = compiled(f, *args, recognisers=ONLY)
-        assert run.ops == [] and words in run.reasons[0], run.reasons
-        near(got, f(*args), 8e-3)
+    functions = {name: f for name, (f, _) in NEAR_MISSES.items()}
+    got, run = together(functions, *args, recognisers=ONLY)
+    assert run.ops == [] and len(run.reasons) == len(NEAR_MISSES)
+    for (name, (f, words)), reason in zip(NEAR_MISSES.items(), run.reasons, strict=True):
+        assert words in reason
+        near(got[name], f(*args), 8e-3)
 
 
 MUTANTS = {
@@ -100,13 +98,12 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_stay_what_they_are(name):
-    f, args = MUTANTS[name], operands()
-    with torch.no_grad():
-        got, run = compiled(f, *args, recognisers=ONLY)
-        assert run.ops == ["m_grouped_gemm_bf16"]
-        near(got[:16], f(*args)[:16], 8e-3)
+def test_mutants_stay_what_they_are():
+    args = operands()
+    got, run = together(MUTANTS, *args, recognisers=ONLY)
+    assert run.ops == ["m_grouped_gemm_bf16"] * len(MUTANTS)
+    for name, f in MUTANTS.items():
+        near(got[name], f(*args), 8e-3)
 
 
 def test_policy_and_experts():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemm_tools import compiled
+from gemm_tools import compiled, together
 
 ONLY = ("quantise",)
 FP8, B = torch.float8_e4m3fn, 128
@@ -61,26 +61,26 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings(name, dtype):
-    f, shape, gran, ue8m0 = SPELLINGS[name]
-    x = (torch.randn(shape) * 3).to(dtype)
-    x[..., 0, :] = 0  # a row of zeros
-    with torch.no_grad():
-        got, run = compiled(f, x, recognisers=ONLY)
-        assert run.ops == ["quant_fp8"], run.reasons
-        assert list(run.call("quant_fp8").kwargs["gran"]) == gran and run.call("quant_fp8").kwargs["ue8m0"] is ue8m0
-        same(got, f(x))
+def test_spellings(dtype):
+    inputs = [(torch.randn(shape) * 3).to(dtype) for _, shape, _, _ in SPELLINGS.values()]
+    for x in inputs:
+        x[..., 0, :] = 0  # a row of zeros
+    each = {n: (lambda *xs, f=f, i=i: f(xs[i])) for i, (n, (f, *_)) in enumerate(SPELLINGS.items())}
+    got, run = together(each, *inputs, recognisers=ONLY)
+    assert run.ops == ["quant_fp8"] * len(SPELLINGS), run.reasons
+    calls = [(list(c.kwargs["gran"]), c.kwargs["ue8m0"]) for c in run.calls("quant_fp8")]
+    assert sorted(calls) == sorted((gran, powers_) for _, _, gran, powers_ in SPELLINGS.values())
+    for (name, (f, *_)), x in zip(SPELLINGS.items(), inputs, strict=True):
+        same(got[name], f(x))
 
 
-@pytest.mark.parametrize("name", ["rows of groups", "powers of two", "whole rows"])
-def test_dynamic_rows(name):
-    f, shape, _, _ = SPELLINGS[name]
-    x = torch.randn(shape)
-    with torch.no_grad():
-        got, run = compiled(f, x, recognisers=ONLY, dynamic=True)
-        assert run.ops == ["quant_fp8"], run.reasons
-        same(got, f(x))
+def test_dynamic_rows():
+    x = torch.randn(6, 384)
+    some = {"rows of groups": rows, "powers of two": powers, "whole rows": whole_row}
+    got, run = together(some, x, recognisers=ONLY, dynamic=True)
+    assert run.ops == ["quant_fp8"] * 3, run.reasons
+    for name, f in some.items():
+        same(got[name], f(x))
 
 
 def test_a_gradient_may_be_asked_for():
@@ -103,18 +103,14 @@ NEAR_MISSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses(name):
-    f, words = NEAR_MISSES[name]
+def test_near_misses():
     x = torch.randn(6, 256) * 2
-    with torch.no_grad():
-        got, run = compiled(f, x, recognisers=ONLY)
-        want = f(x)
-    assert run.ops == [], "fused"
-    assert (words or "not the rule of quant_fp8") in run.reasons[0], run.reasons
-    first = got[0] if isinstance(got, tuple) else got
-    other = want[0] if isinstance(want, tuple) else want
-    assert torch.equal(first.float().nan_to_num(7), other.float().nan_to_num(7))
+    got, run = together({name: f for name, (f, _) in NEAR_MISSES.items()}, x, recognisers=ONLY)
+    assert run.ops == [] and len(run.reasons) == len(NEAR_MISSES)
+    for (name, (f, words)), reason in zip(NEAR_MISSES.items(), run.reasons, strict=True):
+        assert (words or "not the rule of quant_fp8") in reason, name
+        first, other = (r[0] if isinstance(r, tuple) else r for r in (got[name], f(x)))
+        assert torch.equal(first.float().nan_to_num(7), other.float().nan_to_num(7))
 
 
 def test_a_given_scale_is_not_looked_for():
