@@ -3,6 +3,7 @@
 #   make demo     compile a real Qwen3-MoE, show what was fused, the check against eager and the speed-up
 #   make test     the test suite
 #   make test-npu the tests with the torch_npu wheel, in an environment of their own (.venv-npu); no NPU, no CANN
+#   make test-npu-kernels  the Triton kernels compiled for Ascend, in an environment of their own (.venv-npu-kernels)
 #   make bench    the benchmark table
 #   make coverage the table of model families, docs/coverage.md; goes on where it was stopped
 #   make coverage-third  compare a third of the families with the stored table
@@ -28,7 +29,7 @@ SOURCES := $(wildcard setup.py pyproject.toml native/cpu/build.py native/cpu/*.c
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-npu bench coverage coverage-third lint types clean
+.PHONY: help install demo test test-npu test-npu-kernels bench coverage coverage-third lint types clean
 .DELETE_ON_ERROR:
 
 help:
@@ -80,6 +81,22 @@ test-npu: $(NPU_VENV)/.installed
 	@ASCEND_DEEP_NPU_RIG=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 $(NPU_PY) -m pytest \
 	  tests/npu/wheel tests/npu/device $(ARGS)
 
+# triton-ascend takes the place of Triton, so it gets a third environment.
+KERNELS_VENV := .venv-npu-kernels
+KERNELS_PY   := $(KERNELS_VENV)/bin/python
+
+$(KERNELS_VENV)/.installed: tests/npu/kernels/requirements.txt $(VENV)/.installed
+	@$(SAY) "Making $(KERNELS_VENV) and installing triton-ascend and ascendnpu-ir"
+	@$(PY) -m venv --without-pip --clear $(KERNELS_VENV)
+	@$(PIP) --python $(KERNELS_PY) install --no-deps -r tests/npu/kernels/requirements.txt
+	@echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
+	  > "$$($(KERNELS_PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/first_environment.pth"
+	@touch $@
+
+test-npu-kernels: $(KERNELS_VENV)/.installed
+	@$(SAY) "Compiling the Triton kernels for Ascend. Nothing is run."
+	@ASCEND_DEEP_NPU_KERNELS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 $(KERNELS_PY) -m pytest tests/npu/kernels $(ARGS)
+
 bench: install
 	@$(SAY) "Running the benchmarks"
 	@$(PY) -m benchmarks $(ARGS)
@@ -106,6 +123,6 @@ types: $(VENV)/.packages
 	@cd .mypy_src && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --no-incremental ascend_deep setup.py $(CHECKED)
 
 clean:
-	rm -rf $(VENV) $(NPU_VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out
+	rm -rf $(VENV) $(NPU_VENV) $(KERNELS_VENV) .mypy_src .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info out
 	find . -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
