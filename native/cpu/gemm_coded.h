@@ -1,6 +1,6 @@
 // Products of a few tokens with rows of codes, which are multiplied as they are decoded: the decode step of a model.
 //
-// A row, or kCodedRows of them, runs over the whole of K. The scale of a block is applied to the sum over a step.
+// A row, or kRunRows of them, runs over the whole of K. The scale of a block is applied to the sum over a step.
 #pragma once
 
 #include "gemm_codes.h"
@@ -9,7 +9,9 @@ namespace {
 
 using ascend_deep_cpu::Product;
 
-constexpr int64_t kCodedRows = 4;
+constexpr int64_t kRunRows = 4;                       // multiplied at a time: their sums stay in registers
+constexpr int64_t kCodedRows = kLanes == 16 ? 8 : 4;  // whose lanes are added up at a time
+static_assert(kCodedRows % kRunRows == 0, "whole runs");
 constexpr int64_t kAheadBytes = 6144;
 
 // Whether one token is multiplied row by row, as memory likes best: for rows of E2M1 that are long enough to be worth
@@ -155,27 +157,31 @@ AD_INLINE void coded_run(const uint8_t* const* rows, const float* const* scales,
 // kCodedRows rows of codes times MB tokens; out[m * ldo + j].
 template <typename F, int MB, Spread32 kSpread>
 void coded_rows(const uint8_t* const* rows, const float* const* scales, const CodedRun& run, float* out, int64_t ldo) {
-  constexpr int kSums = kLanes == 16 ? 8 : 4;  // that lane_sums makes at a time
-  Vec sums[MB][kSums] = {};
+  constexpr int kSums = static_cast<int>(kCodedRows);
+  Vec sums[MB][kSums];
   BVec seen[kCodedRows];
   if (row_by_row<F>(MB, run.depth)) {
     for (int64_t j = 0; j < kCodedRows; ++j) {
       coded_run<F, 1, 1, kSpread>(rows + j, scales + j, run, &sums[0][j], kSums, seen + j);
     }
   } else {
-    coded_run<F, MB, kCodedRows, kSpread>(rows, scales, run, &sums[0][0], kSums, seen);
-  }
-  bool nan[kCodedRows] = {}, any = false;
-  for (int64_t j = 0; j < kCodedRows && F::kVectors == 4; ++j) {
-    nan[j] = saw_nan(seen[j]);
-    any |= nan[j];
+    for (int64_t j = 0; j < kCodedRows; j += kRunRows) {
+      coded_run<F, MB, kRunRows, kSpread>(rows + j, scales + j, run, &sums[0][j], kSums, seen + j);
+    }
   }
   for (int m = 0; m < MB; ++m) {
-    float all[kSums];
     for (int64_t j = 0; j < kCodedRows; ++j) sums[m][j] *= 1.0f / F::kUnit;
+    float all[kSums];
     lane_sums<kSums>(sums[m], all);
-    std::memcpy(out + m * ldo, all, kCodedRows * sizeof(float));
-    for (int64_t j = 0; any && j < kCodedRows; ++j) out[m * ldo + j] = nan[j] ? NAN : all[j];
+    std::memcpy(out + m * ldo, all, sizeof(all));
+  }
+  if constexpr (F::kVectors == 4) {
+    BVec any = seen[0];
+    for (int64_t j = 1; j < kCodedRows; ++j) any = seen[j] > any ? seen[j] : any;
+    if (!saw_nan(any)) return;
+    for (int64_t j = 0; j < kCodedRows; ++j) {
+      for (int m = 0; m < MB && saw_nan(seen[j]); ++m) out[m * ldo + j] = NAN;
+    }
   }
 }
 
@@ -207,10 +213,10 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
   const float* current = one;
   // What is prefetched is in the rows that come next, some kilobytes away.
   const bool alone = row_by_row<F>(a.plain, a.depth);
-  const int64_t tile = alone ? w.row : kCodedRows * w.row, tiles = max64(1, kAheadBytes / max64(tile, 1));
+  const int64_t tile = alone ? w.row : kRunRows * w.row, tiles = max64(1, kAheadBytes / max64(tile, 1));
   CodedRun run{every, a.packed, a.pitch, a.depth, tile * tiles, 0};
   if (w.sf == ascend_deep_cpu::kSfF32 && w.sf_col == 1 && w.gran_row == 1) {
-    run.sf_ahead = (alone ? 1 : kCodedRows) * tiles * w.sf_row;
+    run.sf_ahead = (alone ? 1 : kRunRows) * tiles * w.sf_row;
   }
   for (int64_t n = n0; n < n1; n += kCodedRows) {
     const uint8_t* rows[kCodedRows];
