@@ -22,7 +22,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import catalogue, certificates, fp8, gates, policy, rewrite, safeguards, show
+from ascend_deep.passes import catalogue, certificates, experts_alone, fp8, gates, policy, rewrite, safeguards, show
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
 from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -141,6 +141,8 @@ class Pipeline:
         matches: list[Match] = []
         misses: list[Miss] = []
         issued: dict[str, Certificate] = {}
+        if "experts_grouped" in active:
+            experts_alone.agree(captured.graph)
         for recogniser in catalogue.load(active):
             with self._timed("recognise"):
                 view = GraphView(captured.graph)

@@ -125,14 +125,24 @@ def test_one_compiled_block_serves_every_token_count(implementation):
     assert [len(o.matches) for o in run.outcomes] == [1] * len(run.outcomes) and len(run.outcomes) <= 2
 
 
-def test_weights_whose_token_count_is_not_known_to_be_that_of_x_are_refused():
-    """Passed in on their own, the weights may have more rows than there are tokens; the op would not accept that."""
-    experts, run = hf_experts("qwen3_moe", "Qwen3MoeExperts", "grouped_mm"), Run()
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_experts_alone_are_fused_for_inputs_of_equally_many_rows(implementation):
+    """Behind a graph break each input has its own symbol. A guard says that they are equal; where not, as written."""
+    experts, run = hf_experts("qwen3_moe", "Qwen3MoeExperts", implementation), Run()
+    torch._dynamo.reset()
     compiled_experts = torch.compile(experts, backend=run, fullgraph=True)
     with torch.no_grad():
-        for tokens in (3, 7):
+        for tokens in (3, 7, 19, 4):
             x, (idx, weights) = torch.randn(tokens, HIDDEN), routing(tokens)
             assert_near(compiled_experts(x, idx, weights), experts(x, idx, weights), torch.float32)
+        assert [len(o.matches) for o in run.outcomes] == [1, 1], run.reasons
+        if implementation == "batched_mm":
+            return
+        x, (idx, _) = torch.randn(6, HIDDEN), routing(6)
+        weights = torch.randn(11, idx.shape[1])  # more rows than tokens: the first of them are read
+        got = compiled_experts(x, idx, weights)
+        assert_near(got, experts(x, idx, weights), torch.float32)
+        assert_near(got, experts(x, idx, weights[:6]), torch.float32)
     assert run.outcome.matches == () and "routing weights were not found" in run.reasons[0]
 
 
