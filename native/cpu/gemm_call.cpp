@@ -2,11 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace ascend_deep_cpu {
 namespace {
 
-constexpr int64_t kMaxTokens = 480;                // packed at a time; a multiple of all panel widths
+constexpr int64_t kPanel = 48;                     // a multiple of all panel widths
+constexpr int64_t kMaxTokens = 10 * kPanel;        // of a product, which are packed together
+constexpr int64_t kMaxFloats = int64_t{16} << 20;  // that they are, unless a panel is more
 constexpr int64_t kMaxPacked = int64_t{2} << 20;   // floats that are packed at a time, if that is not less than a product
 constexpr int64_t kFewRows = 64;                   // up to so many columns of D change places with many rows
 
@@ -89,11 +94,22 @@ void run_wave(std::vector<Product>& wave, const GemmKernels& isa) {
 
 }  // namespace
 
+#if defined(__x86_64__)
+namespace {
+
+// Every CPU with AVX2 has F16C; a virtual machine can hide it. Not all compilers know the name.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1u) != 0;
+}
+
+}  // namespace
+#endif
+
 const GemmKernels& gemm_kernels() {
 #if defined(__x86_64__)
-  // Every CPU with AVX2 has F16C; a virtual machine can hide it.
-  static const bool half = __builtin_cpu_supports("f16c");
-  if (&kernels() == &kAvx512) return kGemmAvx512;
+  static const bool half = has_f16c();
+  if (&kernels() == &kAvx512 && half) return kGemmAvx512;
   if (&kernels() == &kAvx2 && half) return kGemmAvx2;
 #endif
   return kGemmPortable;
@@ -219,9 +235,11 @@ void run_parts(const View& a, const View& b, const Result& r, float alpha, const
     p.d_token = swap ? r.d_col : r.d_row, p.d_row = swap ? r.d_row : r.d_col;
     p.c_token = swap ? r.c_col : r.c_row, p.c_row = swap ? r.c_row : r.c_col;
     const int64_t tokens = swap ? n : m;
-    for (int64_t first = 0; first < tokens; first += kMaxTokens) {
+    const int64_t fit = kMaxFloats / std::max<int64_t>(p.depth, 1) / kPanel * kPanel;
+    const int64_t most = std::max(std::min(kMaxTokens, fit), kPanel);
+    for (int64_t first = 0; first < tokens; first += most) {
       p.first = part.m0 + first;
-      p.count = std::min(kMaxTokens, tokens - first);
+      p.count = std::min(most, tokens - first);
       plan_tokens(p, isa);
       if (!wave.empty() && packed + packed_size(p) > kMaxPacked) {
         run_wave(wave, isa);
