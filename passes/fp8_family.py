@@ -218,7 +218,7 @@ def _inputs(region: Region, dims: Dims, seed: int, gain: float) -> dict[str, Ten
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for role, node in region.inputs.items():
-        value = torch.randn(dims.shape(node), generator=generator)
+        value = torch.randn(dims.shape(node), generator=generator, dtype=torch.float32)
         if role.startswith("sf"):
             value = (value * 0.7).exp() * gain
         elif role == "bias":

@@ -228,8 +228,8 @@ def _random(region: Region, dims: Dims, seed: int) -> Tensor:
     """Rows over many orders of magnitude, none near the lower bound of the scales."""
     generator = torch.Generator().manual_seed(seed)
     shape = dims.shape(region.inputs["x"])
-    x = torch.randn(shape, generator=generator)
-    x = x * (torch.rand((*shape[:-1], 1), generator=generator) * 9 - 3).exp()
+    x = torch.randn(shape, generator=generator, dtype=torch.float32)
+    x = x * (torch.rand((*shape[:-1], 1), generator=generator, dtype=torch.float32) * 9 - 3).exp()
     return x.to(region.inputs["x"].meta["val"].dtype)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ascend_deep
 from ascend_deep import hf_experts, models, ops
-from ascend_deep.quantize import calc_diff
+from ascend_deep.quantize import calc_diff, linears
 from ascend_deep.quantize_recipes import recipe_for
 from ascend_deep.quantized_modules import QuantizedExperts, QuantizedLinear
 
@@ -131,7 +131,7 @@ def experts_formula(layer: QuantizedExperts, x: Tensor, idx: Tensor, weights: Te
 @pytest.mark.parametrize(("family", "kind"), [("mixtral", "fp8"), ("gpt_oss", "fp4")])
 def test_models_of_hugging_face(family: str, kind: str, tmp_path: Any) -> None:
     """Experts and projections quantised, routers not; equal to the formula, to compiled, and after a trip to a file."""
-    model, ids = build(family)
+    model, ids = build(family, num_hidden_layers=1)
     layers = [m for m in model.modules() if hf_experts.is_decorated(m)]
     prepared = ascend_deep.prepare(model, quantize=kind)
     quantised = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
@@ -155,7 +155,7 @@ def test_models_of_hugging_face(family: str, kind: str, tmp_path: Any) -> None:
             assert counts["m_grouped_gemm_scaled"] == 2 * len(layers) and counts["moe_route"] == len(layers)
             assert counts["gemm_scaled"] == len(prepared.quantized) - len(layers)
         prepared.save(tmp_path / "model.safetensors")
-        other, _ = build(family)
+        other, _ = build(family, num_hidden_layers=1)
         loaded = ascend_deep.load_quantized(other, tmp_path / "model.safetensors")
         assert torch.equal(other(input_ids=ids, use_cache=False).logits, logits)
     assert loaded.quantized == prepared.quantized
@@ -362,17 +362,9 @@ def test_exclude_and_targets() -> None:
 
 
 def test_linear_layers_of_a_swapped_loop_stay() -> None:
-    """Experts written as a loop run as one op from one tensor: quantising one of their layers would change nothing."""
-    from tests.front.loop_blocks import Mixtral
-
-    block = nn.Sequential(Mixtral(), nn.Linear(16, 24))
-    inside = [n for n, m in block[0].named_modules() if isinstance(m, nn.Linear)]
-    prepared = ascend_deep.prepare(block, quantize="fp8")
-    assert len(prepared.swapped) == 1
-    assert [q.module for q in prepared.quantized] == ["1"]
-    reasons = {r.module: r.reason for r in prepared.left}
-    assert all(f"0.{n}" in reasons for n in inside) and len(inside) > 3
-    assert (
-        "it is inside a block whose experts run as one op, which reads their weights from one tensor."
-        in reasons.values()
-    )
+    """Experts that run as one op read their weights from one tensor: quantising one of their layers changes nothing."""
+    model = nn.Sequential(Mlp(), nn.Linear(64, 32))
+    done, left = linears(model, recipe_for("fp8", "cpu", model), [], False, taken=["0"])
+    assert [q.module for q in done] == ["1"]
+    assert {path for path, _, _ in left} == {"0.up", "0.down", "0.gate", "0.lm_head"}
+    assert all("it is inside a block whose experts run as one op" in reason for _, _, reason in left)

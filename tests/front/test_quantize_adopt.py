@@ -55,6 +55,7 @@ def fill(module: nn.Module, seed: int = 5) -> nn.Module:
 def deepseek() -> tuple[nn.Module, Tensor]:
     """DeepSeek-V3 in small, as FineGrainedFP8Config makes it: FP8Linear and FP8Experts."""
     fields = {"moe_intermediate_size": 128, "hidden_size": 256, "intermediate_size": 256}
+    fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     loaded = models.load("deepseek_v3", fields=fields, experts_implementation="eager", shape=(2, 5), training=False)
     config = FineGrainedFP8Config(weight_block_size=(128, 128))
     model = hf.replace_with_fp8_linear(loaded.model, ["lm_head"], config)
