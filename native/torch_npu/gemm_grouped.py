@@ -28,10 +28,12 @@ __all__ = [
     "bf16_limits",
     "bf16_masked",
     "bf16_masked_limits",
+    "psum_layout",
     "scaled",
     "scaled_limits",
     "scaled_masked",
     "scaled_masked_limits",
+    "zeroed",
 ]
 
 
@@ -54,7 +56,8 @@ def psum_layout(psum: Tensor, rows: Any, alignment: Any) -> tuple[Tensor, Tensor
     return upper - starts, used
 
 
-def _zeroed(out: Tensor, used: Tensor) -> Tensor:
+def zeroed(out: Tensor, used: Tensor) -> Tensor:
+    """``out`` [M, N] with zeros in the rows that are not ``used`` [M], whatever was there."""
     return torch.where(used.unsqueeze(1), out, torch.zeros((), dtype=out.dtype, device=out.device))
 
 
@@ -73,7 +76,7 @@ def _labels_of_counts(masked_m: Tensor, rows: Any) -> Tensor:
 
 
 def _brought_back(y: Tensor, row_map: Tensor) -> Tensor:
-    return _zeroed(y.index_select(0, row_map.clamp(min=0).to(torch.int64)), row_map >= 0)
+    return zeroed(y.index_select(0, row_map.clamp(min=0).to(torch.int64)), row_map >= 0)
 
 
 # -- bfloat16 ---------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def bf16(
         return _by_label(a, weight, grouped_layout.unsqueeze(1))
     counts, used = psum_layout(grouped_layout, a.shape[0], alignment)
     out = _product(a, weight, counts)
-    return _zeroed(out, used) if zero_padding else out
+    return zeroed(out, used) if zero_padding else out
 
 
 def bf16_masked(a: Tensor, b: Tensor, masked_m: Tensor, *, expected_m: int) -> Tensor:
@@ -237,7 +240,7 @@ def scaled(
     counts, used = psum_layout(grouped_layout, a.shape[0], alignment)
     rows = a.view(torch.uint8) if four else a
     out = _product(rows, weight, counts, scale=[scale], per_token_scale=[own], **kwargs)
-    return _zeroed(out, used) if zero_padding else out
+    return zeroed(out, used) if zero_padding else out
 
 
 def scaled_masked(

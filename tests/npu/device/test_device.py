@@ -18,6 +18,7 @@ GEMM = (
     "m_grouped_gemm_bf16_masked",
     "m_grouped_gemm_scaled",
     "m_grouped_gemm_scaled_masked",
+    "k_grouped_gemm_bf16",
     "quant_fp8",
     "swiglu_quant",
 )

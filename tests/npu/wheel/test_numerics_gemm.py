@@ -146,6 +146,31 @@ def test_samples_of_grouped_bfloat16_products(name: str, least: int, family: str
     assert all(any(e in r for e in expected) for r in refused), refused
 
 
+@pytest.mark.parametrize("family", ["910b", "950dt"])
+def test_products_grouped_along_the_inner_dimension(family: str) -> None:
+    definition, computed = ops.op("k_grouped_gemm_bf16"), 0
+    for sample in definition.samples():
+        args, kwargs = (*sample.args[:3], None), {**sample.kwargs, "out_dtype": None}
+        with soc.planned(family) as target:
+            result = _run("k_grouped_gemm_bf16", args, kwargs, target)
+        if isinstance(result, str):
+            assert "is empty" in result, result
+            continue
+        computed += 1
+        assert result[1] == {"npu_grouped_matmul"}
+        _same("k_grouped_gemm_bf16", result[0], definition.reference(*args, **kwargs), torch.bfloat16)
+    assert computed >= 5
+    a, b = torch.randn(8, 6).bfloat16(), torch.randn(8, 10).bfloat16()
+    ends, kwargs = torch.tensor([3, 8]), {"ks": None, "grouping": "psum", "alignment": 1, "out_dtype": None}
+    with soc.planned(family):
+        for c, changed, sentence in (
+            (torch.randn(2, 6, 10).bfloat16(), {}, "there is a c to add"),
+            (None, {"out_dtype": torch.float32}, "out_dtype is float32"),
+        ):
+            reason = TORCH_NPU.refusal("k_grouped_gemm_bf16", (a, b, ends, c), {**kwargs, **changed})
+            assert reason is not None and sentence in reason.reason
+
+
 def test_ends_of_groups_as_the_vendor_counts_them() -> None:
     g = torch.Generator().manual_seed(17)
     for _ in range(60):
