@@ -12,15 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ascend_deep.native import table
+
 __all__ = ["POLICY", "Row", "left_out", "wanted"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recogniser on one device type: whether it runs by default, and the reason, the rest of a sentence."""
+    """One recogniser on one device type.
+
+    Attributes:
+        profits: whether it runs by default.
+        why: the reason, the rest of a sentence.
+        by: names of providers; it profits only where one of them is there. Empty: in any case.
+    """
 
     profits: bool
     why: str
+    by: tuple[str, ...] = ()
 
 
 _SAME_WORK = "torch's own product does the same work"
@@ -32,7 +41,7 @@ POLICY: Mapping[str, Mapping[str, Row]] = {
     "upcast_matmul": {
         "cpu": Row(False, "a float32 product of the upcast operands is as fast on CPUs without bfloat16 products"),
         "cuda": Row(False, "the share of such products in a model's time was not measured"),
-        "npu": Row(True, "matrix units multiply bfloat16 at full rate and float32 only in several passes"),
+        "npu": Row(True, "matrix units multiply bfloat16 at full rate, float32 in several passes", ("deep_gemm",)),
     },
     "linear": {
         "cpu": Row(False, _SAME_UNITS),
@@ -42,7 +51,7 @@ POLICY: Mapping[str, Mapping[str, Row]] = {
     "scaled_mm": {
         "cpu": Row(False, _SAME_WORK),
         "cuda": Row(False, _SAME_UNITS),
-        "npu": Row(True, "DeepGEMM-Ascend has this product, and no kernel of torch._scaled_mm is known there"),
+        "npu": Row(True, "no kernel of torch._scaled_mm is known there", ("deep_gemm",)),
     },
     "grouped_mm": {
         "cpu": Row(False, _SAME_WORK),
@@ -53,7 +62,15 @@ POLICY: Mapping[str, Mapping[str, Row]] = {
 
 
 def _row(name: str, device: str) -> Row:
-    return POLICY[name].get(device, Row(False, "nothing is known of it there"))
+    """The row, with ``profits`` false and the reason if none of the providers is there that it needs."""
+    row = POLICY[name].get(device, Row(False, "nothing is known of it there"))
+    if not row.profits or not row.by:
+        return row
+    missing = {p.name: p.unavailable() for p in table.PRIORITY.get(device, ()) if p.name in row.by}
+    if any(sentence is None for sentence in missing.values()):
+        return row
+    reasons = "; ".join((sentence or "").rstrip(".") for sentence in missing.values()) or "there is none"
+    return Row(False, f"only {' or '.join(row.by)} has a kernel that is faster ({reasons})")
 
 
 def wanted(names: Sequence[str], device: str, forced: Iterable[str] = ()) -> tuple[str, ...]:
@@ -71,10 +88,13 @@ def left_out(names: Sequence[str], device: str, found: Mapping[str, int]) -> tup
     sentences = []
     for name in names:
         count = found.get(name, 0)
-        if name in POLICY and count and not _row(name, device).profits:
+        if name not in POLICY or not count:
+            continue
+        row = _row(name, device)
+        if not row.profits:
             places = f"{count} products stay" if count > 1 else "one product stays"
             sentences.append(
-                f"{name} is not profitable on this target ({device}), so {places} as written: "
-                f"{_row(name, device).why}. options={{'force': ['{name}']}} runs it nevertheless."
+                f"{name} is not profitable on this target ({device}), so {places} as written: {row.why}. "
+                f"options={{'force': ['{name}']}} runs it nevertheless."
             )
     return tuple(sentences)

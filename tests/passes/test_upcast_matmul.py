@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from gemm_tools import compiled, near, together
 
 import ascend_deep
+from ascend_deep.native import table
 
 ONLY = ("upcast_matmul",)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -276,7 +279,7 @@ def test_expert_choices_do_not_change():
     assert torch.equal(ids.sort(-1).values, router(x, w)[1].sort(-1).values)
 
 
-def test_policy():
+def test_policy(monkeypatch):
     """Off on CPUs with a sentence, on for NPUs, and on where the user says so."""
     x, w = operands()
 
@@ -293,5 +296,10 @@ def test_policy():
     (note,) = off.notes
     assert note.startswith("upcast_matmul is not profitable on this target (cpu), so one product stays as written")
     assert report(force=["upcast_matmul"]).counts() == {"gemm_bf16": 1}
+    planned = report(target="ascend950")
+    assert planned.counts() == {} and "only deep_gemm has a kernel that is faster" in planned.notes[0]
+    # Where the library is, NPUs profit.
+    there = tuple(dataclasses.replace(p, unavailable=lambda: None) for p in table.PRIORITY["npu"][:1])
+    monkeypatch.setitem(table.PRIORITY, "npu", there)
     assert report(target="ascend950").counts() == {"gemm_bf16": 1}
     assert report(target="ascend950", disable=["upcast_matmul"]).counts() == {}
