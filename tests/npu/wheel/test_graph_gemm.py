@@ -36,6 +36,7 @@ B, B_SF = _weight(160, 256, (128, 128))
 F, F_SF = _weight(160, 384, (1, 32), "fp4")
 E, E_SF = _weight(160, 256, (1, 32), groups=3)
 G, G_SF = _weight(160, 256, (128, 128), groups=3)
+H, H_SF = _weight(160, 384, (1, 32), "fp4", groups=3)
 ENDS = torch.tensor([5, 5, 13], dtype=torch.int32)
 X = torch.randn(16, 256).bfloat16()
 D = torch.randn(3, 160, 256).bfloat16()
@@ -65,7 +66,8 @@ def swiglu(x: torch.Tensor) -> Any:
 
 def fp4(x: torch.Tensor) -> Any:
     data, sf = ops.quant_fp4(torch.cat((x, x[:, :128]), 1), sf_format="ue8m0x4")
-    return ops.gemm_scaled(data, sf, F, F_SF, out_dtype=torch.float32, **MX)
+    grouped = ops.m_grouped_gemm_scaled(data, sf, H, H_SF, ENDS, alignment=1, **MX)
+    return ops.gemm_scaled(data, sf, F, F_SF, out_dtype=torch.float32, **MX), grouped
 
 
 # Function: ops of the graph engine that have to be there, and how often.
@@ -74,7 +76,7 @@ GRAPHS: dict[Callable[..., Any], dict[str, int]] = {
     mx: {"DynamicMxQuant": 1, "QuantBatchMatmulV4": 1, "GroupedMatmul": 1},
     gb: {"QuantBatchMatmulV4": 1, "GroupedMatmul": 1, "MoeInitRoutingV3": 1},
     swiglu: {"SwiGlu": 1, "DynamicMxQuant": 1},
-    fp4: {"QuantBatchMatmulV4": 1},
+    fp4: {"QuantBatchMatmulV4": 1, "GroupedMatmul": 1},
 }
 
 
