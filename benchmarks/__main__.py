@@ -3,7 +3,8 @@
     python -m benchmarks            everything, about ten minutes on two cores
     python -m benchmarks --quick    fewer turns, nothing compiled by Inductor
 
-Other benchmarks are commands of their own: ``benchmarks/compile_time.py``, ``benchmarks/indexer.py``.
+Other benchmarks are commands of their own: ``benchmarks/compile_time.py``, ``benchmarks/indexer.py``,
+``benchmarks/gemm.py``.
 """
 
 from __future__ import annotations
