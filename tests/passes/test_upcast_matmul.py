@@ -280,7 +280,7 @@ def test_expert_choices_do_not_change():
 
 
 def test_policy(monkeypatch):
-    """Off on CPUs with a sentence, on for NPUs, and on where the user says so."""
+    """On for CPUs; on for NPUs with the library; elsewhere off with a sentence, and on where the user says so."""
     x, w = operands()
 
     def f(x, w):
@@ -291,11 +291,11 @@ def test_policy(monkeypatch):
         torch.compile(f, backend="ascend_deep", options={"downstream": "eager", **options})(x, w)
         return ascend_deep.last_report()
 
-    off = report()
+    assert report().counts() == {"gemm_bf16": 1}
+    off = report(target="cuda")
     assert off.counts() == {} and off.misses == ()
-    (note,) = off.notes
-    assert note.startswith("upcast_matmul is not profitable on this target (cpu), so one product stays as written")
-    assert report(force=["upcast_matmul"]).counts() == {"gemm_bf16": 1}
+    assert off.notes[0].startswith("upcast_matmul is not profitable on this target (cuda), so one product stays as")
+    assert report(target="cuda", force=["upcast_matmul"]).counts() == {"gemm_bf16": 1}
     planned = report(target="ascend950")
     assert planned.counts() == {} and "only deep_gemm has a kernel that is faster" in planned.notes[0]
     # Where the library is, NPUs profit.
