@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,7 +64,12 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def trace(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode | None) -> torch.fx.GraphModule:
+def trace(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    mode: FakeTensorMode | None,
+    decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
+) -> torch.fx.GraphModule:
     """``function`` as a graph of ATen and custom ops, traced on ``inputs``, which are fake tensors of ``mode``."""
     with mode or nullcontext():
-        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
+        return make_fx(function, dict(decompositions or {}), _allow_non_fake_inputs=True)(*inputs)

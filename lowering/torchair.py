@@ -74,8 +74,13 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Every op of ours to its expansion, in the form that torchair and AOT Autograd take, and what torchair lacks."""
     ours = {definition.overload: functools.partial(expand, name) for name, definition in ops.OPS.items()}
+    return {**ours, **_missing()}
+
+
+def _missing() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """ATen ops that torchair of torch_npu 2.13 does not convert, written in ops that it does."""
     aten = torch.ops.aten
-    missing: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    return {
         aten.squeeze.dims: _squeeze,
         aten.amax.default: _amax,
         aten.__rshift__.Scalar: _right_shift,
@@ -83,7 +88,6 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
         aten.bitwise_and.Scalar: functools.partial(_bits, aten.bitwise_and.Tensor),
         aten.bitwise_or.Scalar: functools.partial(_bits, aten.bitwise_or.Tensor),
     }
-    return {**ours, **missing}
 
 
 def _guards() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
@@ -156,7 +160,7 @@ def _convert(name: str, *args: Any, meta_outputs: Any = None, **kwargs: Any) -> 
             full[i] = tensor
         return expand(name, *full, **kwargs)
 
-    traced = _torch_compat.trace(body, [values[i] for i in tensors], mode)
+    traced = _torch_compat.trace(body, [values[i] for i in tensors], mode, _missing())
     return _Converting(traced).run(*(args[i] for i in tensors))
 
 

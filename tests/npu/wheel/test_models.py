@@ -200,13 +200,15 @@ def test_converters_registered_with_torchair_build_the_same_ops() -> None:
     h, logits = torch.randn(5, 64), torch.randn(7, 16)
 
     def function(h: torch.Tensor, logits: torch.Tensor) -> Any:
-        return ops.swiglu(h), ops.moe_route(logits, topk=3, scoring="sigmoid", renorm="sum", scale=2.5)
+        quantised = ops.quant_fp8(h, gran=(1, 16))  # the reference body: amax, and a scale per block
+        routed = ops.moe_route(logits, topk=3, scoring="sigmoid", renorm="sum", scale=2.5)
+        return ops.swiglu(h), routed, quantised, ops.gemm_bf16(h.bfloat16(), h.bfloat16(), alpha=0.7)
 
     torch.compile(function, backend=backend, fullgraph=True)(h, logits)
     nodes = torchair_graph.read(torchair_emit._emitted(compiled[0].graph).message)
     assert torchair_graph.problems(nodes) == []
     counts = torchair_graph.counts(nodes)
-    assert counts["SwiGlu"] == 1 and counts["MoeGatingTopK"] == 1
+    assert counts["SwiGlu"] == 1 and counts["MoeGatingTopK"] == 1 and counts["MatMul"] == 1
     gate = next(n for n in nodes if n.type == "MoeGatingTopK")
     assert float(dict(gate.attributes)["routed_scaling_factor"]) == 2.5
 
