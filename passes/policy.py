@@ -39,7 +39,7 @@ _SAME_UNITS = "torch's own product runs on the same matrix units"
 # profit.
 POLICY: Mapping[str, Mapping[str, Row]] = {
     "upcast_matmul": {
-        # Measured with one thread and AVX-512, 1 to 1024 rows, 7168 x 256 and 2048 x 64: never slower than converting and
+        # Measured with one thread and AVX-512, 1 to 1024 rows, 7168 x 256, 2048 x 64: never slower than converting and
         # multiplying, twice as fast for few rows.
         "cpu": Row(True, "operands are read in bfloat16 instead of being converted on every call", ("native.cpu",)),
         "cuda": Row(False, "the share of such products in a model's time was not measured"),
