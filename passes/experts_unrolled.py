@@ -143,7 +143,7 @@ class ExpertsUnrolled:
             found += self._slices(view, outputs, {**known, "idx": i, "weights": weights}, {**hints, **more})
             if len(found) >= _MOST_REGIONS:
                 break
-        if found:
+        if found and not any(region.hints["repeats"] for region in found):
             return found
         refusal = None
         for scores in (s for s in floats if s.numel == tokens * experts and s.shape[-1:] == (experts,)):
@@ -153,10 +153,12 @@ class ExpertsUnrolled:
             assert scores.node is not None
             count = prove_scores(view, scores.node, experts, tokens)
             if isinstance(count, int):
-                return [replace(c, hints={**c.hints, "slots": count}) for c in cuts]
+                return [*found, *(replace(c, hints={**c.hints, "slots": count}) for c in cuts)]
             refusal = refusal or count
-        return refusal or Refusal(
-            "no ids and weights, or scores, were found that decide which experts a token has.", out
+        return (
+            found
+            or refusal
+            or Refusal("no ids and weights, or scores, were found that decide which experts a token has.", out)
         )
 
     def _slices(
@@ -237,6 +239,9 @@ def _part(term: Term, dims: int) -> tuple[Term | None, int | None]:
         return None, None
     dim, start, _, count = term.attrs
     stored = term.args[0]
+    # A model may transpose or cast the whole for every expert: copies of one value, of which none makes the others.
+    while stored.op == "Cast" or (stored.op == "Permute" and stored.attrs == (0, 2, 1)):
+        stored = stored.args[0]
     if dim != 0 or count != 1 or not isinstance(start, int) or not isinstance(stored.shape[0], int):
         return None, None
     return (stored, start) if _is_input(stored) and stored.is_float else (None, None)

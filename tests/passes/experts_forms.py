@@ -95,6 +95,23 @@ def _dense(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Te
     return WEIGH[spec.weigh](y, s) if spec.weight_at == "output" else y.sum(1)
 
 
+def _unrolled(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:
+    """A loop over all experts that Dynamo unrolls."""
+    spec = block.spec
+    s = block.at("scores", SCORES[spec.scores](w, idx, probs))
+    _, w2 = block.weights()
+    x = block.at("rows", x)
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        share = s[:, e : e + 1]
+        rows = x * share if spec.weight_at == "input" else x
+        h = block.hidden(lambda m, rows=rows, e=e: rows @ m[e], lambda b, e=e: b[e])  # type: ignore[misc]
+        y = (h * share if spec.weight_at == "hidden" else h) @ w2[e]
+        y = block.at("result", y if block.b2 is None else y + block.b2[e])
+        out = out + (y * share if spec.weight_at == "output" else y)
+    return out
+
+
 def _capacity(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor, collide: bool = False) -> Tensor:
     """Switch and GShard: slots per expert, tokens beyond the capacity are dropped."""
     spec = block.spec
@@ -132,6 +149,7 @@ FORMS: dict[str, Callable[[Block, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "batched": _batched,
     "per_token": _per_token,
     "dense": _dense,
+    "unrolled": _unrolled,
     "capacity": _capacity,
     "colliding": _colliding,
 }

@@ -207,9 +207,10 @@ def fusible(spec: Spec) -> bool:
     """True for blocks that are members of ``moe_experts``; mutated ones may be, by chance."""
     if spec.mutation != "none" or spec.form == "colliding":
         return False
-    if spec.form != "dense":
+    if spec.form not in ("dense", "unrolled"):
         return not (spec.bias and spec.weight_at == "hidden")  # the bias of the second product would not be weighed
-    bias_of_all = spec.bias and (spec.weight_at != "output" or spec.products == "summed")
+    summed = spec.form == "dense" and spec.products == "summed"
+    bias_of_all = spec.bias and (spec.weight_at != "output" or summed)
     return spec.scores not in NOT_A_CHOICE and not bias_of_all
 
 

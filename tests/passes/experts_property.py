@@ -22,7 +22,7 @@ from torch import Tensor
 if __package__:
     sys.path.insert(0, str(Path(__file__).parent))
 
-from experts_blocks import EXPERTS as RECOGNISERS
+from experts_blocks import EXPERTS as TWO_FORMS
 from experts_forms import FORMS
 from experts_grammar import (
     ACTS,
@@ -43,6 +43,7 @@ from experts_grammar import (
 
 from ascend_deep.passes.pipeline import Pipeline
 
+RECOGNISERS = (*TWO_FORMS, "experts_unrolled")
 CHOICES: dict[str, tuple[object, ...]] = {
     "router": tuple(ROUTERS), "form": tuple(FORMS), "counts": tuple(COUNTS), "rows": tuple(ROWS),
     "combine": tuple(COMBINE), "products": PRODUCTS, "scores": tuple(SCORES), "weigh": tuple(WEIGH),
@@ -56,6 +57,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def settled(spec: Spec) -> Spec:
     """``spec`` with the fields that its form does not read at their defaults, so that equal blocks are equal."""
     plain, unread = Spec(), {"products", "scores", "weigh"} if spec.form != "dense" else {"counts", "rows", "combine"}
+    if spec.form == "unrolled":
+        unread = {"counts", "rows", "combine", "products", "weigh"}
     if spec.form in ("capacity", "colliding"):
         unread |= {"counts", "rows", "combine", "weight_at", "bias"}
         unread.remove("products")
