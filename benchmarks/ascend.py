@@ -99,7 +99,7 @@ def _grouped(groups: int, rows: int) -> Callable[[str, int], tuple[str, tuple[An
         data, sf = _quantised(b, "fp8")
         ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * each
         args = (*_quantised(a, "fp8"), data.view(groups, n, k), sf.contiguous().view(groups, n, -1), ends)
-        kwargs = {"recipe_a": (1, 32), "recipe_b": (1, 32), "layout": "nt", "grouping": "psum"}
+        kwargs: dict[str, Any] = {"recipe_a": (1, 32), "recipe_b": (1, 32), "layout": "nt", "grouping": "psum"}
         kwargs |= {"alignment": 256 if divide == 1 else 1, "expected_m": each, "zero_padding": False, "out_dtype": None}
         return "m_grouped_gemm_scaled", args, kwargs, 2.0 * groups * each * n * k
 
@@ -159,11 +159,11 @@ def _times(call: Callable[[], Any], device: str, rounds: int) -> list[float]:
     for _ in range(rounds + 2):
         flush.zero_()
         if device == "npu":
-            begin, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+            begin, end = (_npu().Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
             end.record()
-            torch.npu.synchronize()
+            _npu().synchronize()
             times.append(float(begin.elapsed_time(end)))
         else:
             start = time.perf_counter()
@@ -172,13 +172,18 @@ def _times(call: Callable[[], Any], device: str, rounds: int) -> list[float]:
     return times[2:]
 
 
+def _npu() -> Any:
+    """``torch.npu``, which is there once torch_npu is imported."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
 def _missing() -> str | None:
     """Why nothing can be measured here, one sentence."""
     try:
         import torch_npu  # noqa: F401
     except ImportError as error:
         return f"{_NO_NPU}: torch_npu cannot be imported ({str(error).splitlines()[0]})."
-    if not torch.npu.is_available():
+    if not _npu().is_available():
         return f"{_NO_NPU}: torch_npu finds none (npu-smi info lists them)."
     return None
 
@@ -216,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks/ascend.sh: {reason}", file=sys.stderr)
         return 1
     found = [measure(row, "npu", options.rounds) for row in chosen]
-    print(_table(found, str(torch.npu.get_device_name(0))))
+    print(_table(found, str(_npu().get_device_name(0))))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(r) for r in found], indent=1) + "\n", encoding="utf-8")
     return 0
