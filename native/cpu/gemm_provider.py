@@ -144,7 +144,7 @@ def _m_grouped(
 ) -> Tensor:
     dims_b = _BATCH if layout == "nt" else _BATCH_TRANSPOSED
     make = torch.zeros if zero_padding else torch.empty
-    d = make(a.shape[0], element_count(b, dims_b[1]), dtype=out_dtype or torch.bfloat16)
+    d = make(a.shape[0], element_count(b, dims_b[1]), dtype=out_dtype or torch.bfloat16, device="cpu")
     mode = "psum_m" if grouping == "psum" else "labels_m"
     return _many(d, (a, _MATRIX), (b, dims_b), sfa=sfa, sfb=sfb, layout=grouped_layout, mode=mode, alignment=alignment)
 
@@ -164,7 +164,7 @@ def _m_grouped_scaled(
 
 
 def _masked(a: Tensor, b: Tensor, masked_m: Tensor, *, expected_m: int, **scales: Any) -> Tensor:
-    d = torch.zeros(a.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16)
+    d = torch.zeros(a.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16, device="cpu")
     return _many(d, (a, _BATCH), (b, _BATCH), dims_d=_BATCH, **scales, layout=masked_m, mode="masked")
 
 
@@ -219,7 +219,9 @@ def _k_grouped(
     out_dtype: torch.dtype | None,
     **scales: Any,
 ) -> Tensor:
-    d = torch.empty(grouped_layout.shape[0], element_count(a, 1), element_count(b, 1), dtype=_type(c, out_dtype))
+    d = torch.empty(
+        grouped_layout.shape[0], element_count(a, 1), element_count(b, 1), dtype=_type(c, out_dtype), device="cpu"
+    )
     return _k_grouped_into(d, a, b, grouped_layout, c, grouping, alignment, **scales)
 
 
@@ -292,7 +294,7 @@ def _einsum_shape(a: Tensor, b: Tensor, eq: str) -> tuple[int, ...]:
 
 def _einsum_bf16(a: Tensor, b: Tensor, c: Tensor | None, *, eq: str, out_dtype: torch.dtype | None) -> Tensor:
     dims_a, dims_b, dims_d = _positions(eq)
-    d = torch.empty(_einsum_shape(a, b, eq), dtype=_type(c, out_dtype))
+    d = torch.empty(_einsum_shape(a, b, eq), dtype=_type(c, out_dtype), device="cpu")
     if dims_d[0] < 0:
         # The batch is part of what is summed: K of one product.
         a, b = (x.transpose(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2]) for x in (a, b))
@@ -318,12 +320,16 @@ def _einsum_scaled(
     where_a = dims_a if sfa.dtype == torch.float32 else _BATCH
     where_b = dims_b if sfb.dtype == torch.float32 else _BATCH
     if dims_d[0] >= 0:
-        d = torch.empty(_einsum_shape(a, b, eq), dtype=kind)
+        d = torch.empty(_einsum_shape(a, b, eq), dtype=kind, device="cpu")
         scales_a, scales_b = (sfa, where_a, recipe_a), (sfb, where_b, recipe_b)
         return _many(d, (a, dims_a), (b, dims_b), c, dims_d=dims_d, sfa=scales_a, sfb=scales_b)
     # Groups of scales end with a batch entry: one product after the other, summed in float32.
     shape = _einsum_shape(a, b, eq)
-    total = torch.zeros(shape, dtype=torch.float32) if c is None else c.to(torch.float32, copy=True).contiguous()
+    total = (
+        torch.zeros(shape, dtype=torch.float32, device="cpu")
+        if c is None
+        else c.to(torch.float32, copy=True).contiguous()
+    )
     for i in range(a.shape[0]):
         _many(
             total,
@@ -351,7 +357,7 @@ def _einsum_scaled_fp8out(
     out = _einsum_scaled(a, sfa, b, sfb, None, eq=eq, recipe_a=recipe_a, recipe_b=recipe_b, out_dtype=torch.float32)
     rows, heads, depth = out.shape
     # The scales are those of a matrix; the data must be no view.
-    data = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
+    data = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device="cpu")
     if clamp is not None:
         out = out.clamp_(-clamp, clamp)
     scales = empty_scales((), rows, heads * depth // 32, 1, sf_format)
@@ -363,13 +369,14 @@ def _einsum_scaled_fp8out(
 def _hc_prenorm_gemm(a: Tensor, b: Tensor, *, num_splits: int | None) -> tuple[Tensor, Tensor]:
     (rows, k), columns = a.shape, b.shape[0]
     lead = () if num_splits is None else (num_splits,)
-    products, squares = torch.empty(*lead, rows, columns), torch.empty(*lead, rows)
+    products = torch.empty(*lead, rows, columns, dtype=torch.float32, device="cpu")
+    squares = torch.empty(*lead, rows, dtype=torch.float32, device="cpu")
     if num_splits is None:
         _many(products, (a, _MATRIX), (b, _MATRIX))
         torch.ops.ascend_deep_cpu.row_squares(squares.unsqueeze(0), a, max(k, 1))
         return products, squares
     width = max(-(-k // num_splits), 1)
-    ends = torch.tensor([min((i + 1) * width, k) for i in range(num_splits)])
+    ends = torch.tensor([min((i + 1) * width, k) for i in range(num_splits)], device="cpu")
     _many(products, (a, _MATRIX), (b, _MATRIX), dims_d=_BATCH, layout=ends, mode="psum_k")
     torch.ops.ascend_deep_cpu.row_squares(squares, a, width)
     return products, squares

@@ -24,7 +24,7 @@ def empty_scales(lead: Sequence[int], rows: int, groups: int, gran_row: int, sf_
     """Where scales are written to. Packed words: 127 behind the last group, and rows next to each other in memory with
     zeros up to the next column."""
     if sf_format == "fp32":
-        return torch.empty((*lead, -(-rows // gran_row), groups))
+        return torch.empty((*lead, -(-rows // gran_row), groups), dtype=torch.float32, device="cpu")
     per, dtype = (4, torch.int32) if sf_format == "ue8m0x4" else (2, torch.int16)
     words = -(-groups // per)
     pitch = -(-rows // 4) * 4 if per == 4 else rows
@@ -32,7 +32,7 @@ def empty_scales(lead: Sequence[int], rows: int, groups: int, gran_row: int, sf_
     for size in reversed(lead):
         strides.insert(0, step)
         step *= size
-    out = torch.empty_strided((*lead, rows, words), strides, dtype=dtype)
+    out = torch.empty_strided((*lead, rows, words), strides, dtype=dtype, device="cpu")
     if out.numel():
         torch.as_strided(out, (out.untyped_storage().nbytes() // out.element_size(),), (1,)).zero_()
         out[..., words - 1] = 0x7F7F7F7F if per == 4 else 0x7F7F
@@ -47,7 +47,7 @@ def quantised(x: Tensor, gran: Sequence[int], fp4: bool, ue8m0: bool, sf_format:
     *lead, rows, columns = x.shape
     scales = empty_scales(lead, rows, -(-columns // gran[1]), gran[0], sf_format)
     kind = torch.int8 if fp4 else torch.float8_e4m3fn
-    data = torch.empty((*lead, rows, columns // 2 if fp4 else columns), dtype=kind)
+    data = torch.empty((*lead, rows, columns // 2 if fp4 else columns), dtype=kind, device="cpu")
     run = torch.ops.ascend_deep_cpu.quantise
     if not lead:
         run(data, scales, x, gran, fp4, ue8m0)
@@ -81,7 +81,7 @@ def _swiglu_quant(
     *lead, rows, columns = h.shape
     width = columns // 2
     scales = empty_scales(lead, rows, -(-width // gran_k), 1, sf_format)
-    data = torch.empty((*lead, rows, width), dtype=torch.float8_e4m3fn)
+    data = torch.empty((*lead, rows, width), dtype=torch.float8_e4m3fn, device="cpu")
     if scales.numel() or data.numel():
         weights = None if row_weight is None else row_weight.to(torch.float32).reshape(-1, rows).contiguous()
         source = _matrices(h if h.stride(-1) == 1 else h.contiguous())
@@ -102,7 +102,7 @@ def _swiglu_quant(
 
 
 def _dequant(x: Tensor, sf: Tensor, *, gran: Sequence[int], sf_format: str, out_dtype: torch.dtype | None) -> Tensor:
-    out = torch.empty((*x.shape[:-1], element_count(x, -1)), dtype=out_dtype or torch.float32)
+    out = torch.empty((*x.shape[:-1], element_count(x, -1)), dtype=out_dtype or torch.float32, device="cpu")
     run = torch.ops.ascend_deep_cpu.dequantise
     if x.dim() == 2:
         run(out, x, sf, gran)

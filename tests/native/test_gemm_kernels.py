@@ -299,3 +299,20 @@ def test_float64_is_left_to_the_reference() -> None:
     kwargs = {"gran": (1, 32), "sf_format": "fp32", "out_dtype": torch.float16}
     choice = ops.provider("dequant", "cpu", (data, sf), kwargs)
     assert choice.provider is None and "float16" in choice.refusals[0].reason
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith(("_out", "_acc_"))])
+def test_defaults_of_torch_change_nothing(name: str) -> None:
+    """Another default dtype and device than float32 and the CPU."""
+    sample = next(s for s in ops.op(name).samples() if taken(name, s))
+    wanted = results(name, CPU.kernels[name], sample)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            got = CPU.kernels[name](*sample.args, **sample.kwargs)
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip((got,) if isinstance(got, Tensor) else got, wanted, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device
+        close(a, b, rtol=0, atol=0, name=sample.name)
