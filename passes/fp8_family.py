@@ -49,6 +49,8 @@ def _forms(data: Sequence[Any], scale: Sequence[Any], turned: bool) -> Iterator[
         return
     if all(s == 1 for s in scale):
         yield _Form((1, depth), "one")
+    if not scale:
+        return
     extra = 0
     while len(scale) > len(data) and scale[-1] == 1:
         scale, extra = scale[:-1], extra + 1

@@ -207,3 +207,16 @@ def test_scaled_mm():
         torch.compile(f, backend="ascend_deep", options={"downstream": "eager"})(x, w, sx, sw)
     report = ascend_deep.last_report()
     assert report.counts() == {} and "scaled_mm is not profitable on this target (cpu)" in report.notes[0]
+
+
+def test_scaled_mm_with_one_number_each():
+    x, _, w, _ = operands()
+
+    def f(x, w, sx, sw):
+        return torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw, out_dtype=BF16)
+
+    args = (x, w, torch.tensor(0.3), torch.tensor(2.0))
+    with torch.no_grad():
+        got, run = compiled(f, *args, recognisers=("scaled_mm",))
+        assert run.ops == ["gemm_scaled"], run.reasons
+        near(got, f(*args), 8e-3)
