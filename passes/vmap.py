@@ -105,6 +105,8 @@ def _inline(gm: fx.GraphModule, stretch: Sequence[fx.Node], graph: fx.Graph, new
     mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
     if mode is None or any(v is None for v in values):
         raise NotFlat("the graph runs torch.vmap on inputs without example values; it is handed over as it is.")
+    # A product of tensors that need gradients is written by torch as one of reshaped copies, which no recogniser knows.
+    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
     try:
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             traced = _torch_compat.trace(lambda *a: fx.Interpreter(module).run(*a), values, mode)

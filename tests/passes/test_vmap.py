@@ -197,3 +197,17 @@ def test_under_autocast_it_is_handed_over():
         want = model(x)
     assert run.outcome.matches == () and "under autocast" in run.outcome.untouched
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+
+
+def test_products_of_tokens_that_need_a_gradient_are_fused():
+    """Behind another layer: torch writes their product with a batch of weights as one of reshaped copies."""
+    model, x = Dense(), torch.randn(7, H, requires_grad=True)
+    wanted = torch.autograd.grad(model(x).square().sum(), [x, model.w13, model.w2])
+    run = Run()
+    torch._dynamo.reset()
+    found = torch.autograd.grad(
+        torch.compile(model, backend=run, fullgraph=True)(x).square().sum(), [x, model.w13, model.w2]
+    )
+    assert "moe_experts" in [m.op for m in run.outcome.matches], run.reasons
+    for got, want in zip(found, wanted, strict=True):
+        assert_near(got, want, torch.float32)
