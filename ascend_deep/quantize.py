@@ -152,7 +152,7 @@ def _quantise_linear(model: nn.Module, path: str, module: nn.Linear, recipe: Rec
     new = QuantizedLinear(data, scales, module.bias, recipe)
     new.train(module.training)
     generator = torch.Generator().manual_seed(31)
-    x = torch.randn(_ROWS, module.in_features, generator=generator).to(weight.device)
+    x = torch.randn(_ROWS, module.in_features, generator=generator, dtype=torch.float32).to(weight.device)
     wanted = x @ weight.float().t()
     got = new(x) if module.bias is None else new(x) - module.bias.float()
     entry = Quantized(

@@ -144,7 +144,7 @@ def _entry(path: str, module: Any, new: Any) -> Quantized:
     size = sum(p.nbytes for p in held)
     device = held[0].device
     if isinstance(new, QuantizedLinear):
-        x = torch.randn(_ROWS, new.in_features, generator=generator).to(device)
+        x = torch.randn(_ROWS, new.in_features, generator=generator, dtype=torch.float32).to(device)
         got = new(x) if new.bias is None else new(x) - new.bias.float()
         error = calc_diff(got, x @ new.dequantize().t())
     else:
@@ -161,9 +161,9 @@ def _error_of_experts(new: QuantizedExperts, generator: torch.Generator, device:
     parts = [(getattr(new, f"{n}_q")[:count], getattr(new, f"{n}_scale_inv")[:count]) for n in names]
     few = QuantizedExperts(parts[0], parts[1], None, None, new.spec, new.recipe)
     w13, w2 = (new.recipe.dequantise(*p) for p in parts)
-    x = torch.randn(_ROWS, w2.shape[1], generator=generator).to(device)
+    x = torch.randn(_ROWS, w2.shape[1], generator=generator, dtype=torch.float32).to(device)
     ids = torch.arange(_ROWS, device=device).remainder(count)[:, None]
-    weights = (0.2 + torch.rand(_ROWS, 1, generator=generator)).to(device)
+    weights = (0.2 + torch.rand(_ROWS, 1, generator=generator, dtype=torch.float32)).to(device)
     spec = new.spec
     wanted = ops.moe_experts(
         x, ids, weights, w13, None, w2, act=spec.act, alpha=spec.alpha, limit=spec.limit, interleaved=spec.interleaved

@@ -75,11 +75,14 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
     safetensors = _safetensors()
     if not Path(path).is_file():
         raise FileNotFoundError(f"load: there is no file {path}.")
-    with safetensors.safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
-            raise ValueError(f"load: {path} was not written by this version of Prepared.save.")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
+                raise ValueError(f"load: {path} was not written by this version of Prepared.save.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"load: {path} is no safetensors file, or damaged: {error}.") from error
     manifest = json.loads(metadata["manifest"])
     for alias, name in manifest["aliases"].items():
         tensors[alias] = tensors[name]
@@ -90,6 +93,7 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
     if missing or unknown:
         first = f"it lacks {missing[0]}" if missing else f"it has {unknown[0]}, which the model has not"
         raise ValueError(f"load: {path} is of another model: {first} ({len(missing) + len(unknown)} names differ).")
+    _check_sizes(model, made, tensors, path)
     for name, new in made.items():
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._modules[leaf] = new
@@ -139,6 +143,29 @@ def _make(
         )
     except KeyError as error:
         raise ValueError(f"load: {path} is damaged: it lacks {error}.") from error
+
+
+def _check_sizes(
+    model: nn.Module, made: Mapping[str, QuantizedModule], tensors: Mapping[str, Tensor], path: str | Path
+) -> None:
+    """Raise before anything is changed: sizes that differ, and buffers that no file can fill."""
+    for name, new in made.items():
+        for size in ("in_features", "out_features", "num_experts"):
+            stored, wanted = getattr(new, size, None), getattr(model.get_submodule(name), size, None)
+            if stored is not None and wanted is not None and stored != wanted:
+                raise ValueError(
+                    f"load: {path} is of another model: {name} has {size} {stored}, and {wanted} in the model."
+                )
+    for name, have in model.state_dict().items():
+        if name in tensors and have.shape != tensors[name].shape:
+            found, wanted = list(tensors[name].shape), list(have.shape)
+            raise ValueError(f"load: {path} is of another model: {name} is {found}, and {wanted} in the model.")
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta" and name not in tensors:
+            raise ValueError(
+                f"load: the buffer {name} of the model is on the meta device and in no file, since it is not "
+                "persistent; make the model on a device with memory."
+            )
 
 
 def _names_after(model: nn.Module, made: Mapping[str, QuantizedModule]) -> set[str]:

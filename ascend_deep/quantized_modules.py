@@ -94,8 +94,10 @@ class QuantizedLinear(QuantizedModule):
         from ascend_deep import ops
 
         recipe, dtype = self.recipe, self._dtype_of_result(x)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled() and (x.requires_grad or self._only_bias_learns()):
             return self._differentiable(x.to(dtype))
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"quantised linear layer: x has {x.shape[-1]} columns; it must have {self.in_features}.")
         data, scales = ops.quant_fp8(x.reshape(-1, self.in_features), gran=(1, recipe.group), ue8m0=recipe.ue8m0)
         out = _sums(dtype)
         added = None if self.bias is None else self.bias.to(out).expand(data.shape[0], -1)
@@ -105,10 +107,17 @@ class QuantizedLinear(QuantizedModule):
         )  # fmt: skip
         return y.to(dtype).view(*x.shape[:-1], self.out_features)
 
+    def _only_bias_learns(self) -> bool:
+        """Whether a bias needs the gradient that blocks of 128 x 128 have; with others, the first use of it raises."""
+        return self.bias is not None and self.bias.requires_grad and self._has_gradient()
+
+    def _has_gradient(self) -> bool:
+        return self.recipe.kind == "fp8" and self.recipe.block == (128, 128)
+
     def _differentiable(self, x: Tensor) -> Tensor:
         from ascend_deep import ops
 
-        if self.recipe.kind != "fp8" or self.recipe.block != (128, 128):
+        if not self._has_gradient():
             raise RuntimeError(
                 f"this linear layer ({self.recipe.describe()}) has no gradient; run it under torch.no_grad(), or "
                 "quantise for a target with 128x128 blocks of FP8."

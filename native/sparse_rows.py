@@ -87,4 +87,4 @@ def fill_empty(
     for b, g, heads, rows in empty_rows(lse.clone(), k):
         weights = counted(b, heads, rows, idx, mask, k.shape[2], fill, lse.dtype)
         out[b, heads, rows] = (weights @ v[b, g].to(lse.dtype)).to(out.dtype)
-        lse[b, heads, rows] = torch.where(weights.isnan().any(1), torch.nan, fill).to(lse.dtype)
+        lse[b, heads, rows] = lse.new_full(rows.shape, fill).masked_fill(weights.isnan().any(1), torch.nan)
