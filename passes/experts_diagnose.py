@@ -53,8 +53,8 @@ def explain(region: Region, shape: Shape) -> Refusal:
     out = region.outputs[0]
     if region.hints.get("kind") in ("dense", "scores", "capacity") and _biases_of_all(region, shape):
         return Refusal(
-            "biases are added after the scores were applied, so experts that were not chosen contribute theirs, or they "
-            "are not those of their expert.",
+            "biases are added after the scores were applied, so experts that were not chosen contribute theirs, or "
+            "they are not those of their expert.",
             out,
         )
     if pair is not None:
