@@ -109,6 +109,9 @@ def unpack_sf(sf: Tensor, *, k: int, gran_k: int) -> Tensor:
     _check.dtypes(op, "sf", sf, tuple(_sf.WORDS))
     if sf.dim() < 2:
         raise ValueError(f"{op}: sf has {sf.dim()} dimensions; it must be [..., MN, W].")
+    for name, value, least in (("k", k, 0), ("gran_k", gran_k, 1)):
+        if value < least:
+            raise ValueError(f"{op}: {name} is {value}; it must be at least {least}.")
     groups = _sf.ceil_div(k, gran_k)
     words = _sf.ceil_div(groups, _sf.WORDS[sf.dtype])
     _check.size(op, "the last size of sf", sf.shape[-1], words, f"the number of words of {groups} groups")
