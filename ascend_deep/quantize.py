@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep import hf_experts
+from ascend_deep.quantize_originals import Missed, bring_back
 from ascend_deep.quantize_readers import output_layers, read_by_others, shared_storage
 from ascend_deep.quantize_recipes import Recipe
 from ascend_deep.quantized_modules import QuantizedExperts, QuantizedLinear, QuantizedModule
@@ -179,6 +180,8 @@ def experts(
         spec = reason or hf_experts.resolve(module, True, cache)
         if isinstance(spec, hf_experts.Spec) and not spec.gated:
             spec = "its experts have no gate, and only gated activations are quantised."
+        elif isinstance(spec, hf_experts.Spec) and spec.norm:
+            spec = "it normalises what every expert gives, which quantised experts do not do."
         if isinstance(spec, str):
             left.append((path, kind, f"not quantised: {spec}"))
         else:
@@ -249,6 +252,7 @@ def put(model: nn.Module, module: nn.Module, new: QuantizedModule, keep_master: 
     """``new`` at every place where ``module`` is."""
     if keep_master:
         new.master.append(module)
+        new.missed = Missed.since(module, new)
     for parent, name in list(_places(model, module)):
         parent._modules[name] = new
 
@@ -263,9 +267,7 @@ def release(model: nn.Module) -> list[str]:
             gone.append(path)
             continue
         (original,) = module.master
-        place = next(module.parameters()).device
-        original.to(place)
-        original.train(module.training)
+        bring_back(original, module, module.missed)
         for parent, name in list(_places(model, module)):
             parent._modules[name] = original
     return gone

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep.hf_experts import Spec
+from ascend_deep.quantize_originals import Missed
 from ascend_deep.quantize_recipes import Recipe
 
 __all__ = ["QuantizedExperts", "QuantizedLinear", "QuantizedModule"]
@@ -25,12 +26,23 @@ class QuantizedModule(nn.Module):
     Attributes:
         recipe: how data and scales are to be read.
         master: the module that was replaced, in a list, so that it is no part of ``state_dict``; empty if not kept.
+        missed: the conversions that it missed since.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.master: list[nn.Module] = []
+        self.missed = Missed()
+
+    def __getattr__(self, name: str) -> Any:
+        """A weight that is stored quantised is not there, as for ``hasattr``; the error says what is."""
+        if f"{name}_q" in self.__dict__.get("_parameters", ()):
+            raise AttributeError(
+                f"this layer is quantised and has no attribute {name!r}: it is {name}_q times {name}_scale_inv per "
+                "block; dequantize() of a linear layer gives it back."
+            )
+        return super().__getattr__(name)
 
     def _hold(self, name: str, data: Tensor, scales: Tensor) -> None:
         setattr(self, f"{name}_q", nn.Parameter(data, requires_grad=False))
@@ -41,6 +53,7 @@ class QuantizedModule(nn.Module):
         held = {n: p for n, p in self._parameters.items() if n.endswith(("_q", "_scale_inv")) and p is not None}
         dtypes = {n: (p.dtype, p.data) for n, p in held.items()}
         super()._apply(fn, recurse)
+        self.missed.note(fn)
         for name, (dtype, before) in dtypes.items():
             now = self._parameters[name]
             assert now is not None
@@ -76,14 +89,6 @@ class QuantizedLinear(QuantizedModule):
         self.in_features = int(data.shape[1]) * (2 if recipe.kind == "fp4" else 1)
         self._hold("weight", data, scales)
         self.register_parameter("bias", bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """There is none: raises."""
-        raise RuntimeError(
-            "this linear layer is quantised: its weight is weight_q times weight_scale_inv per block; "
-            "dequantize() gives it back."
-        )
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] in float32, with the rounding of its format."""

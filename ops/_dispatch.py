@@ -14,6 +14,8 @@ import torch
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
+from ascend_deep.ops._present import required_tensors
+
 __all__ = ["AUTOCAST_KEYS", "autocast_kernel", "autograd_kernel", "goes_to_backend"]
 
 AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
@@ -87,11 +89,12 @@ def autocast_kernel(
     Without a kernel here the matmuls inside a reference body would be cast once more, one by one.
     """
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    required = [i for i, _ in required_tensors(overload._schema)]
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             casts = rule()
-            if casts is not None:
+            if casts is not None and all(args[i] is not None for i in required):  # else the op says what is missing
                 args, kwargs = casts(args, kwargs, torch.get_autocast_dtype(args[0].device.type))
             return overload(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check
 from ascend_deep.ops._op import Tolerance
+from ascend_deep.ops._present import check_own_places
 
 __all__ = [
     "DEBUG_HINT",
@@ -76,7 +77,10 @@ def check_dense(op: str, a: Tensor, b: Tensor, layout: str) -> None:
 def check_accumulator(
     op: str, a: Tensor, c: Tensor | None, shape: tuple[Any, ...], out_dtype: torch.dtype | None, name: str = "c"
 ) -> None:
-    """``c`` (or ``d``, by ``name``): the shape of the result and a dtype that the op can write; and ``out_dtype``."""
+    """``c`` (or ``d``, by ``name``): the shape of the result and a dtype that the op can write; and ``out_dtype``.
+
+    ``d`` is written, so its elements must each have a place of their own.
+    """
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise TypeError(f"{op}: out_dtype is {str(out_dtype).removeprefix('torch.')}; accepted: bfloat16, float32.")
     if c is None:
@@ -86,6 +90,8 @@ def check_accumulator(
     for i, (found, wanted) in enumerate(zip(c.shape, shape, strict=True)):
         _check.size(op, f"size {i} of {name}", found, wanted, "that of the result")
     _check.same_device(op, "a", a, **{name: c})
+    if name == "d":
+        check_own_places(op, name, c)
 
 
 def result_dtype(c: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -33,6 +33,7 @@ from ascend_deep.native import table
 from ascend_deep.native._provider import Choice
 from ascend_deep.ops._dispatch import AUTOCAST_KEYS, autocast_kernel, autograd_kernel
 from ascend_deep.ops._eager import nothing_between, signature
+from ascend_deep.ops._present import refuse_shared_memory, required_tensors, written_tensors
 
 __all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "call", "provider", "register", "strict"]
 
@@ -46,6 +47,8 @@ _REGISTERED: dict[str, OpDef] = globals().get("_REGISTERED", {})
 _SHORT: dict[str, tuple[object, Callable[..., Any]]] = globals().get("_SHORT", {})
 # CUDA calls that were checked and taken, by op and signature: the table that was asked and the kernel that took it.
 _TAKEN: dict[str, dict[tuple[Any, ...], tuple[object, Callable[..., Any]]]] = globals().get("_TAKEN", {})
+# Positions and names of the tensors that an op cannot do without.
+_REQUIRED: dict[str, tuple[tuple[int, str], ...]] = globals().get("_REQUIRED", {})
 _TAKEN_AT_MOST = 1024  # of an op; contexts that grow make new ones
 _STRICT: ContextVar[bool] = globals().get("_STRICT") or ContextVar("ascend_deep_strict", default=False)
 
@@ -159,11 +162,22 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
                 return short[1](*args, **kwargs)
             except (RuntimeError, TypeError):
                 pass
-        elif short is None and args[0].is_cuda and nothing_between(args, "cuda") and not _debugging():
+        elif (
+            short is None and getattr(args[0], "is_cuda", False) and nothing_between(args, "cuda") and not _debugging()
+        ):
             kernel = _taken(name, signature(args, kwargs))
             if kernel is not None:
                 return kernel(*args, **kwargs)
+        _refuse_missing(name, args)
     return getattr(getattr(torch.ops, NAMESPACE), name).default(*args, **kwargs)
+
+
+def _refuse_missing(name: str, args: tuple[Any, ...]) -> None:
+    """Raise ``TypeError`` for a required tensor that is none; torch lets ``None`` through to the kernels."""
+    for i, argument in _REQUIRED[name]:
+        if not isinstance(args[i], torch.Tensor):
+            found = "None" if args[i] is None else f"a {type(args[i]).__name__}"
+            raise TypeError(f"{name}: {argument} is {found}; it must be a tensor.")
 
 
 def _taken(name: str, key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
@@ -203,9 +217,14 @@ def register(op: OpDef) -> None:
 
     # Both names are held by the closures that the dispatcher keeps for ever, and so is the library.
     table_of_ops, library, short, taken = _REGISTERED, _LIBRARY, _SHORT, _TAKEN
+    written = written_tensors(op.overload._schema)
+    _REQUIRED[name] = required_tensors(op.overload._schema)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         definition = table_of_ops[name]
+        _refuse_missing(name, args)
+        if written:
+            refuse_shared_memory(name, written, args)
         key = signature(args, kwargs) if args[0].is_cuda and not _debugging() else None
         known = _taken(name, key)
         if known is not None:
@@ -230,6 +249,7 @@ def register(op: OpDef) -> None:
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         definition = table_of_ops[name]
+        _refuse_missing(name, args)
         definition.check(*args, **kwargs)
         return definition.fake(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ascend_deep.ops import _check, _paged_cache
 from ascend_deep.ops._mqa_samples import paged_write_samples
 from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._present import check_own_places
 
 __all__ = ["PAGED_KV_WRITE", "paged_kv_write_"]
 
@@ -41,6 +42,7 @@ def _check_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str
     _check.rank(op, "slot_mapping", slot_mapping, "[N]", 1)
     _check.size(op, "the size of slot_mapping", slot_mapping.shape[0], kv.shape[0], "the number of keys of kv")
     _check.same_device(op, "kv_cache", kv_cache, kv=kv, slot_mapping=slot_mapping)
+    check_own_places(op, "kv_cache", kv_cache)
 
 
 def _reference_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str) -> None:

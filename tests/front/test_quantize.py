@@ -197,8 +197,27 @@ def test_state_dict_copy_pickle_and_conversions() -> None:
         assert halved.up.weight_q.dtype == torch.float8_e4m3fn
         assert halved.up.weight_scale_inv.dtype == torch.float32 and halved.up.bias.dtype == BF16
         torch.testing.assert_close(halved(x.to(BF16)).float(), want, rtol=5e-2, atol=5e-2)
-    with pytest.raises(RuntimeError, match="this linear layer is quantised"):
+    assert not hasattr(model.up, "weight") and getattr(model.up, "weight", None) is None and hasattr(model.up, "bias")
+    with pytest.raises(AttributeError, match="quantised and has no attribute 'weight': it is weight_q times weight_sc"):
         _ = model.up.weight
+    with pytest.raises(AttributeError, match="no attribute 'wait'"):
+        _ = model.up.wait
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float64])
+def test_originals_come_back_as_the_model_was_converted_meanwhile(dtype: torch.dtype) -> None:
+    model = Mlp()
+    want = copy.deepcopy(model).to(dtype).state_dict()
+    prepared = ascend_deep.prepare(model, quantize="fp8", keep_master=True)
+    twin = copy.deepcopy(model)
+    model.to(dtype)
+    twin.half().to(torch.float32)  # rounds what it has, but not the originals
+    prepared.restore()
+    assert model.up.weight.dtype == model.up.bias.dtype == dtype
+    assert all(torch.equal(v, want[n]) and v.dtype == want[n].dtype for n, v in model.state_dict().items())
+    assert model(torch.randn(3, 200, dtype=dtype)).dtype == dtype
+    ascend_deep.Prepared(twin, (), ()).restore()
+    assert twin.up.weight.dtype == torch.float32 and torch.equal(twin.up.weight.to(dtype), want["up.weight"])
 
 
 def test_the_input_of_a_quantised_layer_has_a_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -192,3 +193,77 @@ def test_debug_mode_accepts_every_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in (*PLAIN, *SCALED, "k_grouped_gemm_bf16_acc_", "k_grouped_gemm_scaled_acc_"):
         for sample in ops.op(name).samples():
             ops.op(name).overload(*clones(sample), **sample.kwargs)
+
+
+# -- tensors that are missing, and memory that is written --------------------------------------------------------------
+def _overlapping() -> torch.Tensor:
+    return torch.randn(16).as_strided((4, 5), (3, 1))
+
+
+ROOM = torch.randn(4, 20).to(LOW)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: ops.gemm_bf16(None, B2), TypeError, "gemm_bf16: a is None; it must be a tensor."),
+        (lambda: ops.gemm_bf16(A2, None), TypeError, "gemm_bf16: b is None; it must be a tensor."),
+        (lambda: ops.gemm_bf16([1.0], B2), TypeError, "gemm_bf16: a is a list; it must be a tensor."),
+        (lambda: ops.gemm_bf16_out(None, A2, B2), TypeError, "gemm_bf16_out: d is None"),
+        (lambda: ops.einsum_bf16(PROJECT, None, HEADS_B), TypeError, "einsum_bf16: a is None"),
+        (lambda: ops.swiglu(None), TypeError, "swiglu: h is None"),
+        (lambda: ops.moe_route(None, None, topk=2), TypeError, "moe_route: logits is None"),
+        (
+            lambda: ops.gemm_bf16_out(torch.randn(1, 5).expand(4, 5), A2, B2),
+            ValueError,
+            r"gemm_bf16_out: d has sizes \[4, 5\] and strides \[0, 1\], with which elements share a place in memory",
+        ),
+        (lambda: ops.gemm_bf16_out(_overlapping(), A2, B2), ValueError, r"strides \[3, 1\], with which elements share"),
+        (lambda: ops.gemm_bf16_acc_(_overlapping(), A2, B2, layout="nt"), ValueError, "gemm_bf16_acc_: d has sizes"),
+        (
+            lambda: ops.gemm_bf16_out(ROOM[:, :5], ROOM[:, 4:10], B2),
+            ValueError,
+            "gemm_bf16_out: d lies in the memory of a, which is read while d is written",
+        ),
+        (
+            lambda: ops.gemm_bf16_out(ROOM[:, :5], A2, B2, ROOM[:, 1:6]),
+            ValueError,
+            "must share no memory with c unless it is the same tensor",
+        ),
+        (lambda: ops.gemm_bf16_acc_(ROOM[:, :4], A2, ROOM[:, 2:8], layout="nt"), ValueError, "the memory of b"),
+    ],
+)
+def test_missing_tensors_and_shared_memory(call: Any, error: type[Exception], text: str) -> None:
+    ops.gemm_bf16(A2, B2)  # a call before, after which eager calls take a shorter way
+    for context in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", LOW)):
+        with context(), pytest.raises(error, match=text):
+            call()
+
+
+def test_places_of_one_buffer_that_do_not_meet_are_written() -> None:
+    want = A2.float() @ B2.float().t()
+    room = torch.zeros(8, 24)
+    room[:, 12:18] = A2.float().repeat(2, 1)
+    low = room.to(LOW)
+    for d, a in ((low[:4, :5], low[:4, 12:18]), (low[4:, 7:12], low[:4, 12:18]), (low[:4, 18:23], low[4:, 12:18])):
+        ops.gemm_bf16_out(d, a, B2)
+        torch.testing.assert_close(d.float(), want, rtol=8e-3, atol=1e-2)
+    ops.gemm_bf16_out(low[:4, :5], low[:4, 12:18], B2, low[:4, :5])  # c is d
+    torch.testing.assert_close(low[:4, :5].float(), 2 * want, rtol=2e-2, atol=5e-2)
+    for d in (torch.zeros(5, 4).t(), torch.zeros(8, 10)[::2, ::2], torch.zeros(2, 4, 5)[0]):
+        ops.gemm_bf16_out(d, A2, B2)
+        torch.testing.assert_close(d, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_equation_comes_first_in_every_einsum() -> None:
+    names = ("einsum_bf16", "einsum_scaled", "einsum_scaled_fp8out")
+    assert {next(iter(inspect.signature(getattr(ops, n)).parameters)) for n in names} == {"eq"}
+    a, sfa = ops.quant_fp8(HEADS_A.float().flatten(0, 1), gran=(1, 32))
+    b, sfb = ops.quant_fp8(HEADS_B.float().flatten(0, 1), gran=(1, 32))
+    scaled = {"recipe_a": (1, 32), "recipe_b": (1, 32)}
+    operands = [t.unflatten(0, s.shape[:2]) for t, s in ((a, HEADS_A), (sfa, HEADS_A), (b, HEADS_B), (sfb, HEADS_B))]
+    named = dict(zip(("a", "sfa", "b", "sfb"), operands, strict=True))
+    assert torch.equal(
+        ops.einsum_scaled(PROJECT, *operands, **scaled), ops.einsum_scaled(eq=PROJECT, **named, **scaled)
+    )
+    assert torch.equal(ops.einsum_bf16(PROJECT, HEADS_A, HEADS_B), ops.einsum_bf16(eq=PROJECT, a=HEADS_A, b=HEADS_B))
