@@ -10,19 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_deep.native._provider import Choice, Provider, Refusal
+from ascend_deep.native.c10d.provider import C10D
 from ascend_deep.native.cpu.provider import CPU
 from ascend_deep.native.deep_gemm.provider import DEEP_GEMM, DEEP_GEMM_NPU
 from ascend_deep.native.torch_cuda.provider import TORCH_CUDA
 from ascend_deep.native.torch_npu.provider import TORCH_NPU
 from ascend_deep.native.triton.provider import TRITON
 
-__all__ = ["PRIORITY", "choose", "fingerprint"]
+__all__ = ["ENGINES", "PRIORITY", "choose", "fingerprint"]
 
 PRIORITY: Mapping[str, tuple[Provider, ...]] = {
     "cpu": (CPU,),
     "cuda": (DEEP_GEMM, TORCH_CUDA, TRITON),
     "npu": (DEEP_GEMM_NPU, TORCH_NPU),
 }
+
+ENGINES: Mapping[str, tuple[Provider, ...]] = dict.fromkeys(C10D.kernels, (C10D,))
+"""Ops that communicate, and who runs them on every device after those of the device."""
 
 
 def choose(op: str, device: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
@@ -34,7 +38,7 @@ def choose(op: str, device: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         args, kwargs: the call's arguments, real or fake tensors.
     """
     refusals: list[Refusal] = []
-    for provider in PRIORITY.get(device, ()):
+    for provider in (*PRIORITY.get(device, ()), *ENGINES.get(op, ())):
         refusal = provider.refusal(op, args, kwargs)
         if refusal is None:
             return Choice(provider, tuple(refusals))
@@ -48,4 +52,5 @@ def fingerprint() -> str:
     for device, providers in PRIORITY.items():
         for p in providers:
             rows.append(f"{device}:{p.name}:{p.version}:{p.unavailable() is None}:{','.join(sorted(p.kernels))}")
+    rows.append(f"any:{C10D.name}:{C10D.version}:{C10D.unavailable() is None}:{','.join(sorted(C10D.kernels))}")
     return ";".join(rows)

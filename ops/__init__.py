@@ -14,6 +14,10 @@ from ascend_deep.ops.activations import ACTIVATIONS
 from ascend_deep.ops.dequant import DEQUANT, dequant
 from ascend_deep.ops.einsum_bf16 import EINSUM_BF16, einsum_bf16
 from ascend_deep.ops.einsum_scaled import EINSUM_SCALED, einsum_scaled
+from ascend_deep.ops.ep_combine import EP_COMBINE, ep_combine
+from ascend_deep.ops.ep_dispatch import EP_DISPATCH, Dispatched, ep_dispatch
+from ascend_deep.ops.ep_dispatch_cached import EP_DISPATCH_CACHED, ep_dispatch_cached
+from ascend_deep.ops.ep_layout import EP_LAYOUT, ep_layout
 from ascend_deep.ops.fp8_linear import FP8_LINEAR, fp8_linear
 from ascend_deep.ops.gemm_bf16 import (
     GEMM_BF16,
@@ -44,6 +48,8 @@ from ascend_deep.ops.k_grouped_gemm_scaled import (
     k_grouped_gemm_scaled,
     k_grouped_gemm_scaled_acc_,
 )
+from ascend_deep.ops.ll_combine import LL_COMBINE, ll_combine
+from ascend_deep.ops.ll_dispatch import LL_DISPATCH, ll_dispatch
 from ascend_deep.ops.m_grouped_gemm_bf16 import M_GROUPED_GEMM_BF16, m_grouped_gemm_bf16
 from ascend_deep.ops.m_grouped_gemm_bf16_masked import M_GROUPED_GEMM_BF16_MASKED, m_grouped_gemm_bf16_masked
 from ascend_deep.ops.m_grouped_gemm_scaled import (
@@ -84,6 +90,7 @@ __all__ = [
     "ACTIVATIONS",
     "NAMESPACE",
     "OPS",
+    "Dispatched",
     "OpDef",
     "Sample",
     "Tolerance",
@@ -91,6 +98,10 @@ __all__ = [
     "einsum_bf16",
     "einsum_scaled",
     "einsum_scaled_fp8out",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_dispatch_cached",
+    "ep_layout",
     "fp8_linear",
     "gemm_bf16",
     "gemm_bf16_acc_",
@@ -104,6 +115,8 @@ __all__ = [
     "k_grouped_gemm_bf16_acc_",
     "k_grouped_gemm_scaled",
     "k_grouped_gemm_scaled_acc_",
+    "ll_combine",
+    "ll_dispatch",
     "m_grouped_gemm_bf16",
     "m_grouped_gemm_bf16_masked",
     "m_grouped_gemm_scaled",
@@ -178,6 +191,12 @@ OPS: Mapping[str, OpDef] = {
         EINSUM_SCALED,
         EINSUM_SCALED_FP8OUT,
         FP8_LINEAR,
+        EP_LAYOUT,
+        EP_DISPATCH,
+        EP_DISPATCH_CACHED,
+        EP_COMBINE,
+        LL_DISPATCH,
+        LL_COMBINE,
     )
 }
 
