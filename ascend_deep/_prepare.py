@@ -6,7 +6,7 @@ hand, with experts in a ``ModuleList`` or in stacked weights (``loop_experts``).
 keep their names and shapes, eager runs get the op too, and ``restore()`` puts everything back.
 
 ``prepare(model, quantize="fp8")`` also quantises linear layers and experts (``quantize``). Modules that transformers
-has quantised to FP8 run our ops either way (``quantize_adopt``).
+has quantised to FP8 or MXFP4 run our ops either way (``quantize_adopt``, ``quantize_mxfp4``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts, loop_experts, quantize_adopt, quantized_files
+from ascend_deep import hf_experts, hf_loops, loop_experts, quantize_adopt, quantized_files
 from ascend_deep import quantize as quantization
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
+from ascend_deep.hf_loops import WrittenSpec
 from ascend_deep.loop_experts import LoopSpec
 from ascend_deep.quantize import EXCLUDED, Quantized
 from ascend_deep.quantize_recipes import recipe_for
@@ -41,7 +42,7 @@ class Swapped:
 
     module: str
     kind: str
-    spec: Spec | LoopSpec
+    spec: Spec | LoopSpec | WrittenSpec
 
     def __str__(self) -> str:
         return f"{self.module} ({self.kind}): {self.spec.describe()}"
@@ -209,7 +210,7 @@ def prepare(
     model = getattr(model, "_orig_mod", model)
     cache: dict[Any, Any] = {}
     recipe = recipe_for(quantize, target, model) if quantize is not None else None
-    adopted, strange = quantize_adopt.adopt(model, cache)
+    adopted, strange = quantize_adopt.adopt(model, cache, target, quantize, keep_master)
     if recipe is None:
         swapped, left = _swap_experts(model, verify, cache)
         return Prepared(model, swapped, _joined(strange, left), tuple(adopted))
@@ -238,9 +239,18 @@ def _swap_experts(
     left: list[Left] = []
     decorated: list[tuple[str, Any, Spec | None]] = []
     candidates: dict[str, str] = {}
+    known: set[str] = set()
     for path, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, QuantizedModule):
+            continue
+        if hf_loops.is_known(module):
+            written = hf_loops.installed(module) or hf_loops.install(module, verify, cache)
+            if isinstance(written, str):
+                left.append(Left(path, kind, written))
+            else:
+                swapped.append(Swapped(path, kind, written))
+            known.add(path)
             continue
         if not hf_experts.is_decorated(module):
             if hf_experts.looks_like_experts(path, module):
@@ -258,9 +268,9 @@ def _swap_experts(
     if any(spec is not None for _, _, spec in decorated):
         _swap(decorated)
     about: dict[str, str] = {}
-    loops, refused = _loops(model, verify, {path for path, _, _ in decorated}, cache, about)
+    loops, refused = _loops(model, verify, {*known, *(path for path, _, _ in decorated)}, cache, about)
     swapped += loops
-    done = [*(s.module for s in loops), *(r.module for r in refused)]
+    done = [*known, *(s.module for s in loops), *(r.module for r in refused)]
     left += refused
     left += [
         Left(path, kind, _reason_not_decorated(model.get_submodule(path), about.get(path)))
@@ -346,6 +356,7 @@ def _configs(decorated: list[tuple[str, Any, Spec | None]]) -> list[Any]:
 def _release(model: nn.Module) -> None:
     for module in model.modules():
         loop_experts.remove(module)
+        hf_loops.remove(module)
         if hasattr(module, PREVIOUS):
             config: Any = module.config
             if config._experts_implementation == NAME:

@@ -58,6 +58,7 @@ class Spec:
     weight_layout: str
     gated: bool
     bias: bool
+    norm: bool = False  # what each expert gives is normalised before it is weighted, outside of the op
 
     def describe(self) -> str:
         """Short form for people."""
@@ -68,6 +69,7 @@ class Spec:
         parts += [f"weights {self.weight_layout}"]
         parts += [] if self.gated else ["no gate"]
         parts += ["bias"] if self.bias else []
+        parts += ["a norm of each expert's result outside of the op"] if self.norm else []
         return ", ".join(parts)
 
     def constants(self) -> tuple[Any, ...]:
@@ -96,6 +98,19 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def _call(module: Any, constants: tuple[Any, ...], x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+    if not getattr(module, "has_post_expert_norm", False):
+        return _moe_experts(module, constants, x, idx, weights)
+    # What each expert gives is normalised before it is weighted: every pair of token and expert is a row of its own.
+    tokens, slots = idx.shape
+    rows = x.unsqueeze(1).expand(-1, slots, -1).reshape(-1, x.shape[1])
+    given = _moe_experts(module, constants, rows, idx.reshape(-1, 1), rows.new_ones(tokens * slots, 1))
+    given = module.post_expert_norm(given).view(tokens, slots, -1) * weights.unsqueeze(-1)
+    # The norm of nothing need not be nothing: pairs of experts elsewhere are zero whatever it makes of them.
+    here = (idx >= 0) & (idx < module.down_proj.shape[0])
+    return torch.where(here.unsqueeze(-1), given, 0.0).sum(1).to(x.dtype)
+
+
+def _moe_experts(module: Any, constants: tuple[Any, ...], x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
     act, alpha, limit, interleaved, layout, gated, bias = constants
     w13 = module.gate_up_proj if gated else module.up_proj
     b13 = (module.gate_up_proj_bias if gated else module.up_proj_bias) if bias else None
@@ -170,12 +185,13 @@ def resolve(module: Any, verify: bool = True, cache: dict[Any, Any] | None = Non
             data (meta device).
     """
     gated, bias = bool(module.has_gate), bool(module.has_bias)
-    if getattr(module, "has_post_expert_norm", False):
-        return "it normalises the output of every expert, which moe_experts does not do."
     names = ["gate_up_proj" if gated else "up_proj", "down_proj"]
     names += [f"{n}_bias" for n in names] if bias else []
     for name in names:
-        weight = getattr(module, name, None)
+        try:
+            weight = getattr(module, name, None)
+        except Exception as error:  # a property, which may compute it
+            return f"its {name} cannot be read: {type(error).__name__}: {str(error)[:100]}"
         if not isinstance(weight, Tensor):
             return f"it has no tensor {name!r}, which its attributes promise."
         if weight.dtype not in _DTYPES:
@@ -189,7 +205,8 @@ def resolve(module: Any, verify: bool = True, cache: dict[Any, Any] | None = Non
         return found
     act, alpha, limit = found
     layout = "ekn" if module.is_transposed else "enk"
-    spec = Spec(act, alpha, limit, gated and not module.is_concatenated, layout, gated, bias)
+    norm = bool(getattr(module, "has_post_expert_norm", False))
+    spec = Spec(act, alpha, limit, gated and not module.is_concatenated, layout, gated, bias, norm)
     return (_differs(module, spec) if verify else None) or spec
 
 

@@ -98,7 +98,8 @@ def randomise(model: nn.Module) -> None:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             # What init leaves out (the experts of Qwen3-Omni's talker) holds whatever was in memory: do not look at it.
-            if _matters(name) and tensor.dim() >= 2:
+            stacked = tensor.dim() == 3 and name.endswith("_linear.weight")
+            if stacked or (_matters(name) and tensor.dim() >= 2):
                 tensor.copy_(randn(tensor) * 0.2)
                 continue
             low, high = float(tensor.min()), float(tensor.max())
