@@ -165,7 +165,12 @@ def _near_misses(region: Region, shape: Shape, middle: Sequence[Activated]) -> l
         found.append("the experts' rows are not put back into token order before they are summed.")
     plain = family_result(case, member.apply(first_product(case, False), shape.gated), False)
     ratio = (case.result / plain).median()
-    if torch.isfinite(ratio) and fits((plain * ratio).unsqueeze(0), case.result):
+    if fits(plain.unsqueeze(0), case.result):
+        found.append(
+            "an expert that a token's ids hold twice counts once in the block and twice in moe_experts, and that no id "
+            "occurs twice is known only of those that a topk gives as they are."
+        )
+    elif torch.isfinite(ratio) and fits((plain * ratio).unsqueeze(0), case.result):
         found.append(f"the block scales the sum of a token's experts by {float(ratio):.6g}.")
     if case.b13 is not None or case.b2 is not None:
         bare = _without_biases(region, shape, dims)

@@ -49,13 +49,15 @@ def read_expand(call: Call) -> Term | None:
 
 
 def read_repeat(call: Call) -> Term | None:
-    """repeat along dim 0 only: a new leading dim, expanded and flattened."""
+    """repeat along one dim: a new dim before it, expanded and flattened."""
     x = call.args["self"]
     counts = list(call.args["repeats"])
-    if len(counts) != len(x.shape) or not counts or any(c != 1 for c in counts[1:]):
+    more = [d for d, c in enumerate(counts) if not (isinstance(c, int) and c == 1)]
+    if len(counts) != len(x.shape) or len(more) != 1:
         return None
-    wide = call.table.make("Expand", (_reshape(call, x, (1, *x.shape)),), (counts[0], *x.shape), (counts[0], *x.shape),
-                           x.dtype)  # fmt: skip
+    before, after = x.shape[: more[0]], x.shape[more[0] :]
+    shape = (*before, counts[more[0]], *after)
+    wide = call.table.make("Expand", (_reshape(call, x, (*before, 1, *after)),), shape, shape, x.dtype)
     return call.make("Reshape", [wide], call.shape)
 
 

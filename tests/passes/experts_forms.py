@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from experts_grammar import COMBINE, COUNTS, EXPERTS, HIDDEN, ROWS, SCORES, WEIGH, Block
+from experts_grammar import ADD, COMBINE, COUNTS, EXPERTS, HIDDEN, PAIRS, ROWS, SCORES, SHARE, WEIGH, Block
 from torch import Tensor
 
 with contextlib.suppress(ImportError):
@@ -96,20 +96,51 @@ def _dense(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Te
 
 
 def _unrolled(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:
-    """A loop over all experts that Dynamo unrolls."""
+    """A loop over all experts that Dynamo unrolls. The triples are the expert of the first and second weights and of
+    the share."""
     spec = block.spec
-    s = block.at("scores", SCORES[spec.scores](w, idx, probs))
+    s = probs if spec.share in PAIRS else block.at("scores", SCORES[spec.scores](w, idx, probs))
     _, w2 = block.weights()
     x = block.at("rows", x)
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        share = s[:, e : e + 1]
+    out, parts = torch.zeros_like(x), []
+    experts: list[tuple[int, int, int]] = block.at("loop", [(e, e, e) for e in range(EXPERTS)])  # type: ignore
+    for first, second, own in experts:
+        share = SHARE[spec.share](s, idx, w, own)
+        share = block.at("share", share) if own == 2 else share
         rows = x * share if spec.weight_at == "input" else x
-        h = block.hidden(lambda m, rows=rows, e=e: rows @ m[e], lambda b, e=e: b[e])  # type: ignore[misc]
-        y = (h * share if spec.weight_at == "hidden" else h) @ w2[e]
-        y = block.at("result", y if block.b2 is None else y + block.b2[e])
-        out = out + (y * share if spec.weight_at == "output" else y)
-    return out
+        h = block.hidden(lambda m, rows=rows, e=first: rows @ m[e], lambda b, e=first: b[e])  # type: ignore[misc]
+        y = (h * share if spec.weight_at == "hidden" else h) @ w2[second]
+        y = block.at("result", y if block.b2 is None else y + block.b2[second])
+        if spec.weight_at != "output":
+            out = out + y
+        elif spec.add in ("stacked", "listed"):
+            parts.append(ADD[spec.add](out, y, share))
+        else:
+            out = ADD[spec.add](out, y, share)
+    if parts:
+        out = torch.stack(parts).sum(0) if spec.add == "stacked" else sum(parts)  # type: ignore[assignment]
+    return block.at("sum", out)
+
+
+def _mapped(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor) -> Tensor:
+    """One token at a time by ``vmap``; an expert at a time by a second one, or the chosen ones by einsum."""
+    _, w2 = block.weights()
+    rows = block.at("rows", x)
+
+    def expert(token: Tensor, e: Tensor, share: Tensor) -> Tensor:
+        h = block.hidden(lambda m: token @ m[e], lambda b: b[e])
+        y = h @ w2[e]
+        return block.at("result", y if block.b2 is None else y + block.b2[e]) * share
+
+    def chosen(token: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        h = block.hidden(lambda m: torch.einsum("h,khn->kn", token, m[ids]), lambda b: b[ids])
+        y = torch.einsum("ki,kih->kh", h, w2[ids])
+        return shares @ block.at("result", y if block.b2 is None else y + block.b2[ids])
+
+    def one_by_one(token: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        return torch.vmap(lambda e, s: expert(token, e, s))(ids, shares).sum(0)
+
+    return torch.vmap(chosen if block.spec.products == "einsum_te" else one_by_one)(rows, idx, w)
 
 
 def _capacity(block: Block, x: Tensor, idx: Tensor, w: Tensor, probs: Tensor, collide: bool = False) -> Tensor:
@@ -150,6 +181,7 @@ FORMS: dict[str, Callable[[Block, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "per_token": _per_token,
     "dense": _dense,
     "unrolled": _unrolled,
+    "mapped": _mapped,
     "capacity": _capacity,
     "colliding": _colliding,
 }

@@ -28,6 +28,9 @@ class Spec:
     products: str = "einsum_te"
     scores: str = "scatter"
     weigh: str = "mul"
+    share: str = "column"
+    add: str = "new"
+    shared: str = "none"
     act: str = "silu"
     layout: str = "enk"
     apart: bool = False
@@ -61,8 +64,9 @@ def _topk_softmax(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor,
 
 def _sigmoid_bias(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     probs = logits.sigmoid()
-    idx = (probs + block.correction).topk(k, dim=-1).indices
-    return probs, idx, (probs + block.correction if block.is_("biased_weight") else probs).gather(1, idx)
+    choice = probs + block.correction[: probs.shape[1]]
+    idx = choice.topk(k, dim=-1).indices
+    return probs, idx, (choice if block.is_("biased_weight") else probs).gather(1, idx)
 
 
 def _argmax(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,16 +75,28 @@ def _argmax(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     return probs, idx, probs.gather(1, idx)
 
 
+def _grouped_topk(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """DeepSeek-V3's: groups of two experts, the best two groups, a bias that chooses and does not weigh."""
+    probs = logits.sigmoid()
+    choice = probs + block.correction[: probs.shape[1]]
+    groups = choice.view(probs.shape[0], -1, probs.shape[1] // 2).topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(groups).scatter_(1, groups.topk(1, dim=-1).indices, 1.0)
+    kept = kept.unsqueeze(-1).expand(-1, -1, probs.shape[1] // 2).reshape(probs.shape)
+    idx = choice.masked_fill(kept == 0, float("-inf")).topk(k, dim=-1).indices
+    w = probs.gather(1, idx)
+    return probs, idx, w / (w.sum(-1, keepdim=True) + 1e-20)
+
+
 def _hashed(block: Block, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ids from a table, as hash layers have them; here the position in the batch is the token."""
-    idx = block.table[: logits.shape[0], :k]
+    idx = block.table[: logits.shape[0], :k] % logits.shape[1]
     probs = logits.softmax(-1)
     return probs, idx, probs.gather(1, idx)
 
 
 ROUTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "softmax_topk": _softmax_topk, "renormalised": _renormalised, "topk_softmax": _topk_softmax,
-    "sigmoid_bias": _sigmoid_bias, "argmax": _argmax, "hashed": _hashed,
+    "sigmoid_bias": _sigmoid_bias, "argmax": _argmax, "hashed": _hashed, "grouped_topk": _grouped_topk,
 }  # fmt: skip
 
 
@@ -111,6 +127,8 @@ ROWS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "repeated": lambda x, order, k: x.repeat_interleave(k, dim=0)[order],
     "indexed": lambda x, order, k: x.index_select(0, torch.arange(x.shape[0]).repeat_interleave(k)[order]),
     "gathered": lambda x, order, k: x.gather(0, (order // k)[:, None].expand(-1, x.shape[1])),
+    "tiled": lambda x, order, k: x.repeat(1, k).view(-1, x.shape[1])[order],
+    "floored": lambda x, order, k: x[torch.div(order, k, rounding_mode="floor")],
     "expanded": lambda x, order, k: x[:, None].expand(-1, k, -1).reshape(-1, x.shape[1])[order],
 }
 
@@ -166,6 +184,34 @@ WEIGH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # y [T, E, H], scores 
     "matmul": lambda y, s: (s[:, None] @ y)[:, 0],
 }
 
+# Loops over all experts: which part a token has in expert e, and how results are summed.
+SHARE: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {  # scores [T, E], ids, weights, e -> [T, 1]
+    "column": lambda s, idx, w, e: s[:, e : e + 1],
+    "select": lambda s, idx, w, e: s.select(1, e).unsqueeze(-1),
+    "masked": lambda s, idx, w, e: (w * (idx == e)).sum(-1, keepdim=True),
+    "where": lambda s, idx, w, e: torch.where(idx == e, w, 0.0).sum(-1)[:, None],
+    "einsum": lambda s, idx, w, e: torch.einsum("tk,tk->t", (idx == e).to(w.dtype), w).unsqueeze(1),
+    "filled": lambda s, idx, w, e: w.masked_fill(idx != e, 0.0).sum(dim=1, keepdim=True),
+}
+PAIRS = ("masked", "where", "einsum", "filled")
+"""Shares that are made of ids and weights, and not of scores."""
+
+
+def _in_place(out: Tensor, y: Tensor, share: Tensor) -> Tensor:
+    out += y * share
+    return out
+
+
+ADD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # sum so far, result of an expert, share
+    "new": lambda out, y, share: out + y * share,
+    "in_place": _in_place,
+    "addcmul": lambda out, y, share: torch.addcmul(out, y, share),
+    "addcmul_": lambda out, y, share: out.addcmul_(y, share),
+    "add_": lambda out, y, share: out.add_(share * y),
+    "stacked": lambda out, y, share: y * share,  # see the form: stack and sum
+    "listed": lambda out, y, share: share * y,  # sum() of a list
+}
+
 # -- mutations: where, and what happens to the value there -----------------------------------------------------------
 MUTATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "none": ("nowhere", lambda v: v),
@@ -194,6 +240,14 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "wrong_offsets": ("offsets", lambda v: v.roll(1)),
     "few_bins": ("counts", lambda v: v.clamp(max=1)),
     "dropped_last": ("order", lambda v: v.flip(0)),
+    "loop_short": ("loop", lambda v: v[:-1]),
+    "loop_twice": ("loop", lambda v: [*v, v[0]]),
+    "loop_shifted": ("loop", lambda v: [(a, b, (c + 1) % EXPERTS) for a, b, c in v]),
+    "loop_other_down": ("loop", lambda v: [(a, (b + 1) % EXPERTS, c) for a, b, c in v]),
+    "loop_reversed": ("loop", lambda v: v[::-1]),
+    "loop_one_scaled": ("share", lambda v: v * 1.5),
+    "loop_halved": ("sum", lambda v: v * 0.5),
+    "half_shared": ("shared", lambda v: v * 0.5),
 }
 
 
@@ -207,6 +261,12 @@ def fusible(spec: Spec) -> bool:
     """True for blocks that are members of ``moe_experts``; mutated ones may be, by chance."""
     if spec.mutation != "none" or spec.form == "colliding":
         return False
+    if spec.shared == "folded" and spec.form in ("dense", "unrolled", "capacity"):
+        return False  # whether an id occurs twice is not seen through a concatenation: those may be left
+    if spec.form == "mapped":
+        return True
+    if spec.form == "unrolled" and spec.share in PAIRS:
+        return not (spec.bias and spec.weight_at != "output")
     if spec.form not in ("dense", "unrolled"):
         return not (spec.bias and spec.weight_at == "hidden")  # the bias of the second product would not be weighed
     summed = spec.form == "dense" and spec.products == "summed"
@@ -226,7 +286,10 @@ class Block(nn.Module):
             return nn.Parameter((torch.randn(shape, generator=generator, dtype=torch.float64) * size).to(dtype))
 
         n, swap = 2 * INNER, spec.layout == "ekn"
-        self.gate = stored(EXPERTS, HIDDEN, size=1.0)
+        folded = spec.shared == "folded"
+        # With one more slot for a shared expert, the last expert is that one, and the others are chosen from.
+        self.gate = stored(EXPERTS - 2 if folded else EXPERTS, HIDDEN, size=1.0)
+        self.beside = stored(HIDDEN, HIDDEN, size=0.3) if spec.shared == "beside" else None
         half = n // 2 if spec.apart else n
         self.w13 = stored(EXPERTS, *((HIDDEN, half) if swap else (half, HIDDEN)), size=0.5)
         self.w3 = stored(*self.w13.shape, size=0.5) if spec.apart else None
@@ -278,10 +341,17 @@ class Block(nn.Module):
         flat = x.reshape(-1, HIDDEN) if self.spec.lead else x
         logits = F.linear(flat, self.gate)
         probs, idx, w = ROUTERS[self.spec.router](self, logits, self.spec.slots)
+        if self.spec.shared == "folded":
+            last = torch.full_like(idx[:, :1], EXPERTS - 1)
+            ones = self.at("shared", torch.ones_like(w[:, :1]))
+            idx, w = torch.cat((idx, last), 1), torch.cat((w, ones), 1)
+            probs = torch.cat((probs, torch.zeros_like(probs[:, :1]), torch.ones_like(probs[:, :1])), 1)
         idx, w = self.at("ids", idx), self.at("weights", w)
         if self.spec.scale != 1.0:
             w, probs = w * self.spec.scale, probs * self.spec.scale
         if self.spec.cast == "weights":
             w = w.to(torch.float32).to(x.dtype)
         out = FORMS[self.spec.form](self, flat, idx, w, probs)
+        if self.beside is not None:
+            out = out + self.at("shared", torch.tanh(flat @ self.beside))
         return out.view(x.shape) if self.spec.lead else out

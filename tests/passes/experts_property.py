@@ -26,15 +26,18 @@ from experts_blocks import EXPERTS as TWO_FORMS
 from experts_forms import FORMS
 from experts_grammar import (
     ACTS,
+    ADD,
     COMBINE,
     COUNTS,
     HIDDEN,
     MUTATIONS,
+    PAIRS,
     PLACES,
     PRODUCTS,
     ROUTERS,
     ROWS,
     SCORES,
+    SHARE,
     WEIGH,
     Block,
     Spec,
@@ -47,6 +50,7 @@ RECOGNISERS = (*TWO_FORMS, "experts_unrolled")
 CHOICES: dict[str, tuple[object, ...]] = {
     "router": tuple(ROUTERS), "form": tuple(FORMS), "counts": tuple(COUNTS), "rows": tuple(ROWS),
     "combine": tuple(COMBINE), "products": PRODUCTS, "scores": tuple(SCORES), "weigh": tuple(WEIGH),
+    "share": tuple(SHARE), "add": tuple(ADD), "shared": ("none", "none", "folded", "beside"),
     "act": tuple(ACTS), "layout": ("enk", "ekn"), "apart": (False, True),
     "weight_at": PLACES, "bias": (False, False, True),
     "cast": ("none", "weights"), "scale": (1.0, 2.5), "slots": (1, 2, 3), "tokens": (5, 7, 17),
@@ -59,6 +63,14 @@ def settled(spec: Spec) -> Spec:
     plain, unread = Spec(), {"products", "scores", "weigh"} if spec.form != "dense" else {"counts", "rows", "combine"}
     if spec.form == "unrolled":
         unread = {"counts", "rows", "combine", "products", "weigh"}
+        unread |= {"scores"} if spec.share in PAIRS else set()
+        unread |= {"add"} if spec.weight_at != "output" else set()
+    else:
+        unread |= {"share", "add"}
+    if spec.form == "mapped":
+        unread |= {"counts", "rows", "combine", "weight_at"}
+        unread.remove("products")
+        spec = replace(spec, products="einsum_te" if spec.products in ("einsum_te", "summed") else "bmm")
     if spec.form in ("capacity", "colliding"):
         unread |= {"counts", "rows", "combine", "weight_at", "bias"}
         unread.remove("products")
@@ -68,7 +80,12 @@ def settled(spec: Spec) -> Spec:
         unread |= {"weight_at", "rows"}
     if spec.router == "argmax":
         spec = replace(spec, slots=1)
-    if spec.form != "grouped" and MUTATIONS[spec.mutation][0] in ("offsets", "counts", "order"):
+    if spec.router == "grouped_topk":
+        spec = replace(spec, slots=min(spec.slots, 2))  # as many as are left in a group
+    place = MUTATIONS[spec.mutation][0]
+    if spec.form != "grouped" and place in ("offsets", "counts", "order"):
+        unread.add("mutation")
+    if (spec.form != "unrolled" and place in ("loop", "share", "sum")) or (place == "shared" and spec.shared == "none"):
         unread.add("mutation")
     return replace(spec, **{name: getattr(plain, name) for name in unread})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from experts_grammar import MUTATIONS, Spec, fusible
@@ -62,6 +64,11 @@ def test_blocks_of_the_family_are_fused():
         (Spec(form="batched", mutation="reversed_rows"), ["flip is applied", "before"]),
         (Spec(form="dense", mutation="shifted_result"), ["no member"]),
         (Spec(form="capacity", mutation="scaled_result", tokens=17), ["scales", "2.5"]),
+        (Spec(form="unrolled", mutation="loop_short", share="masked"), ["leaves out 1 of 6 experts"]),
+        (Spec(form="unrolled", mutation="loop_shifted", share="where"), ["no member"]),
+        (Spec(form="unrolled", mutation="loop_twice", share="masked"), ["fused"]),  # and one expert beside it
+        (Spec(form="mapped", mutation="softcap"), ["tanh is applied", "before"]),
+        (Spec(form="dense", shared="folded"), ["twice counts once in the block"]),
     ],
     ids=lambda value: f"{value.form}-{value.mutation}" if isinstance(value, Spec) else "",
 )
@@ -75,14 +82,18 @@ def test_mutations_are_refused_with_their_reason_or_fused_as_themselves(spec, wo
 
 
 def test_every_mutation_changes_a_block():
-    """A mutation that did nothing would test nothing. Dropout and detach are seen by other means."""
+    """A mutation that did nothing would test nothing. Dropout, detach and orders of sums do not show here."""
     from experts_grammar import Block
 
     for name, (place, _) in MUTATIONS.items():
-        if place == "nowhere" or "detach" in name:
+        if place == "nowhere" or "detach" in name or name == "loop_reversed":
             continue
-        form = "dense" if place == "scores" else "grouped"
-        spec = Spec(form=form, mutation=name, router="sigmoid_bias" if place == "router" else "softmax_topk")
+        form = {"scores": "dense", "loop": "unrolled", "share": "unrolled", "sum": "unrolled"}.get(place, "grouped")
+        router, shared = (
+            "sigmoid_bias" if place == "router" else "softmax_topk",
+            "folded" if place == "shared" else "none",
+        )
+        spec = Spec(form=form, mutation=name, router=router, shared=shared)
         assert not fusible(spec)
         x = (100 if name == "clamped_far" else 1) * torch.randn(spec.tokens, 12, dtype=torch.float64)
-        assert not torch.allclose(Block(spec)(x), Block(settled(Spec(router=spec.router)))(x)), name
+        assert not torch.allclose(Block(spec)(x), Block(replace(spec, mutation="none"))(x)), name

@@ -160,6 +160,15 @@ SPELLINGS: dict[str, tuple[str, list[Callable[..., Any]], tuple[Any, ...]]] = {
         [lambda x: x.repeat(3, 1), lambda x: x.unsqueeze(0).expand(3, 4, 6).reshape(12, 6)],
         (X,),
     ),
+    "repeat along a later dim": (
+        "Reshape",
+        [
+            lambda x: x.repeat(1, 3),
+            lambda x: x[:, None].expand(-1, 3, -1).flatten(1),
+            lambda x: x.repeat_interleave(3, 0).view(4, 18),
+        ],
+        (X,),
+    ),
     "repeat_interleave": (
         "Reshape",
         [lambda x: x.repeat_interleave(3, dim=0), lambda x: x.unsqueeze(1).expand(4, 3, 6).reshape(12, 6)],
