@@ -28,6 +28,7 @@ from ascend_deep.passes import certificates
 from ascend_deep.passes._types import Outcome
 from ascend_deep.passes.graph_view import GraphView, clean_module_path
 from ascend_deep.passes.pipeline import NO_TOKENS, Pipeline
+from ascend_deep.passes.policy import Row
 from ascend_deep.report import GraphInfo, OwnCall, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
 
@@ -77,8 +78,10 @@ def ascend_deep(
     ours = {} if cached else dict(outcome.timings)
     outcome = replace(outcome, timings={**ours, "downstream": max(0.0, seconds - sum(ours.values()))})
     after = sum(n.op == "call_function" for n in gm.graph.nodes)
-    predicted = _predict.notes(gm, chosen.target) if outcome.matches else ()
-    done = replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after, notes=predicted)
+    device = _DEVICE_OF_TARGET[chosen.target] or info.device
+    notes = _predict.notes(gm, chosen.target) if outcome.matches else ()
+    notes += _predict.measured_notes(gm, chosen.calibrated(), device, _FAMILY_OF_TARGET.get(chosen.target))
+    done = replace(info, cached=cached, untouched=outcome.untouched, nodes_after=after, notes=notes)
     report = record(outcome, done)
     _tell(outcome, report)
     if chosen.report:
@@ -93,6 +96,15 @@ def _planned(target: str) -> AbstractContextManager[Any]:
     """Providers answer for ``target`` if it is an Ascend processor, whatever this machine is."""
     family = _FAMILY_OF_TARGET.get(target)
     return soc.planned(family) if family is not None else nullcontext()
+
+
+def _measured_rows(options: Options) -> dict[str, Mapping[str, Row]]:
+    """Device type to the rows of the calibration, if it is one of the device that is compiled for."""
+    found = options.calibrated()
+    if found is None:
+        return {}
+    device = _DEVICE_OF_TARGET[options.target] or found.machine.device
+    return {} if found.fits(device, _FAMILY_OF_TARGET.get(options.target)) else {device: found.decide}
 
 
 class _Stage:
@@ -115,6 +127,7 @@ class _Stage:
             strict=self._options.strict and self._options.target == "auto",
             allow_fp8=self._options.allow_fp8,
             forced=self._options.forced(),
+            measured=_measured_rows(self._options),
         )
         with _planned(self._options.target):
             self._outcome = pipeline.run(gm)

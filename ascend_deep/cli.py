@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ascend_deep._calibrate import calibrate
 from ascend_deep._lower import lower
 from ascend_deep.coverage.command import coverage
 
@@ -126,6 +127,9 @@ def explain(
     downstream: Annotated[
         str, typer.Option(help="Who compiles the rewritten graph; inductor to see the time of a whole compile.")
     ] = "auto",
+    calibration: Annotated[
+        str, typer.Option(metavar="FILE", help="What `calibrate` wrote: it decides what pays, and figures are shown.")
+    ] = "",
     format_: Annotated[
         Format | None, typer.Option("--format", help="Default: by the ending of --output, else text.")
     ] = None,
@@ -151,15 +155,8 @@ def explain(
     with _bad_input():
         from ascend_deep.options import Options
 
-        options = Options.parse(
-            {
-                "target": target,
-                "downstream": downstream,
-                "enable": enable or (),
-                "disable": disable or (),
-                "force": force or (),
-            }
-        )
+        chosen = {"enable": enable or (), "disable": disable or (), "force": force or ()}
+        options = Options.parse({"target": target, "downstream": downstream, "calibration": calibration, **chosen})
         form = format_ or _format_of(output)
         with _status(f"Building {model}"):
             loaded = _load(model, set_, layers, shape, dtype, experts_implementation, training)
@@ -306,6 +303,7 @@ def bench(
 
 app.command()(coverage)
 app.command()(lower)
+app.command()(calibrate)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

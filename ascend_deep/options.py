@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ascend_deep.calibration import ENVIRONMENT, BadCalibration, Calibration, load
 from ascend_deep.passes.catalogue import NAMES
 
 __all__ = ["DOWNSTREAMS", "EMITS", "TARGETS", "VERIFY", "Options", "OptionsError"]
@@ -45,6 +47,8 @@ class Options:
         emit: ``"ge"`` also writes the graph that Ascend's graph engine would get, for an Ascend ``target``; it needs
             the torch_npu wheel, and neither NPU nor CANN. ``""``: nothing.
         emit_to: folder for it.
+        calibration: file that ``ascend-deep calibrate`` wrote on this device: what it says about what pays stands in
+            front of the built-in table. ``""``: the file that ``ASCEND_DEEP_CALIBRATION`` names, if it is set.
     """
 
     downstream: str = "auto"
@@ -59,6 +63,7 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     emit: str = ""
     emit_to: str = "ascend_deep_ge"
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         _one_of("downstream", self.downstream, DOWNSTREAMS)
@@ -84,6 +89,12 @@ class Options:
         for name in ("strict", "allow_fp8"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"option {name!r} is {getattr(self, name)!r}; it takes True or False.")
+        # From here on the options are complete: a later change of the variable changes nothing.
+        object.__setattr__(self, "calibration", str(self.calibration or os.environ.get(ENVIRONMENT, "")))
+        try:
+            self.calibrated()
+        except BadCalibration as error:
+            raise OptionsError(f"option 'calibration': {error}") from None
         if not isinstance(self.report, str):
             object.__setattr__(self, "report", str(self.report))
         if self.report and not self.report.endswith((".json", ".html")):
@@ -131,7 +142,12 @@ class Options:
     def key(self) -> str:
         """Part of the cache key: every option that changes the compiled graph."""
         plan = (self.target, self.recognisers(), self.forced(), self.verify, self.strict, self.allow_fp8)
-        return repr((*plan, sorted(self.inductor.items())))
+        found = self.calibrated()
+        return repr((*plan, sorted(self.inductor.items()), *((found.digest,) if found is not None else ())))
+
+    def calibrated(self) -> Calibration | None:
+        """What the calibration says; ``None`` without one."""
+        return load(self.calibration) if self.calibration else None
 
 
 # What people set most often; the whole list has hundreds of names.

@@ -126,15 +126,32 @@ class Prediction:
 
 
 T, K, E, H, I, S, D, N = sympy.symbols("T K E H I S D N", positive=True)
-W = sympy.Symbol("W", positive=True)  # bytes of one element of the operands
+M, G, B, P, Q = sympy.symbols("M G B P Q", positive=True)
+# Bytes of an element of the first operand, of the second where it may differ, of the result; of all scale factors.
+W, V, O, F = sympy.symbols("W V O F", positive=True)
 _ACTIVE = sympy.Min(E, T * K)
+
+
+def _blocks(size: sympy.Expr, block: sympy.Expr) -> sympy.Expr:
+    return sympy.ceiling(size / block)
+
 
 # Every operand is read once and every result written once; expert weights only of experts that can be active.
 COSTS: Mapping[str, Callable[[], Cost]] = {
     "moe_experts": lambda: Cost(6 * T * K * H * I, W * (3 * _ACTIVE * H * I + 2 * T * H + T * K * (2 * H + 6 * I))),
     "moe_route": lambda: Cost(8 * T * E, 4 * T * E + 12 * T * K),
     "swiglu": lambda: Cost(8 * T * I, W * 3 * T * I),
-    # S queries, T keys, N heads of depth D, K kept; the scores stay on the chip.
+    # A scale of four bytes for every block of P rows and Q columns.
+    "swiglu_quant": lambda: Cost(12 * T * I, W * 2 * T * I + T * I + 4 * T * _blocks(I, Q)),
+    "quant_fp8": lambda: Cost(4 * M * K, W * M * K + M * K + 4 * _blocks(M, P) * _blocks(K, Q)),
+    # M rows, N columns, K products each; B batches, G groups that share the rows.
+    "gemm_bf16": lambda: Cost(2 * M * N * K, W * (M * K + N * K) + O * M * N),
+    "einsum_bf16": lambda: Cost(2 * B * M * N * K, B * (W * (M * K + N * K) + O * M * N)),
+    "m_grouped_gemm_bf16": lambda: Cost(2 * M * N * K, W * (M * K + sympy.Min(G, M) * N * K) + O * M * N),
+    "gemm_scaled": lambda: Cost(2 * M * N * K, W * M * K + V * N * K + F + O * M * N),
+    "m_grouped_gemm_scaled": lambda: Cost(2 * M * N * K, W * M * K + V * sympy.Min(G, M) * N * K + F + O * M * N),
+    # S queries, T keys, N heads of depth D; of a choice K are kept, and the scores stay on the chip.
+    "mqa_logits": lambda: Cost(2 * S * T * N * D, W * (S * N * D + T * D) + 4 * S * N + O * S * T),
     "mqa_topk": lambda: Cost(2 * S * T * N * D, W * (S * N * D + T * D + S * N) + 8 * S * K),
     # S queries, K keys each, N heads of depth D (values are a part of the key).
     "sparse_mqa_attention": lambda: Cost(4 * S * K * N * D, W * (2 * S * N * D + S * K * D) + 4 * S * K),

@@ -74,6 +74,7 @@ class Pipeline:
         strict: raise ``StrictError`` if an op has no provider but its reference.
         allow_fp8: quantise operands of indexers, see ``fp8``.
         forced: recognisers that run even where ``policy`` says that the device does not profit.
+        measured: device type to rows of a calibration, which stand in front of the table of ``policy``.
     """
 
     recognisers: Sequence[str]
@@ -82,6 +83,7 @@ class Pipeline:
     strict: bool = False
     allow_fp8: bool = False
     forced: Sequence[str] = ()
+    measured: Mapping[str, Mapping[str, policy.Row]] = field(default_factory=dict)
     _timings: Counter[str] = field(default_factory=Counter)
     _nested: float = 0.0
 
@@ -89,10 +91,12 @@ class Pipeline:
         """Rewrite ``gm`` in place. Returns matches, misses, certificates and the seconds per stage."""
         self._timings = Counter()
         device = self.device or _device_of(gm)
-        active = policy.wanted(self.recognisers, device, self.forced)
-        if not _has_candidates(gm, active):
+        active = policy.wanted(self.recognisers, device, self.forced, self.measured.get(device))
+        # What a calibration turned off is looked for all the same, so that the report can say what stays.
+        looked_for = dict.fromkeys((*active, *policy.wanted(self.recognisers, device, self.forced)))
+        if not _has_candidates(gm, tuple(looked_for)):
             idle = [n for n in self.recognisers if n not in active]
-            notes = policy.left_out(idle, device, catalogue.products(gm, idle))
+            notes = policy.left_out(idle, device, catalogue.products(gm, idle), self.measured.get(device))
             return Outcome(untouched="the graph has no op that a recogniser looks for.", notes=notes)
         bodies = higher_order_bodies(gm)
         if bodies:
@@ -176,7 +180,7 @@ class Pipeline:
             misses=tuple(misses),
             certificates=tuple(issued.values()),
             unclaimed=_unclaimed(captured.graph),
-            notes=policy.left_out(self.recognisers, device, self._idle(captured, active)),
+            notes=policy.left_out(self.recognisers, device, self._idle(captured, active), self.measured.get(device)),
         )
 
     def _idle(self, captured: fx.GraphModule, active: Sequence[str]) -> dict[str, int]:

@@ -4,6 +4,8 @@ Most recognisers replace many calls by one, which profits everywhere. The ones h
 computes the same; whether that is faster depends on the device alone. Where a row says no, the recogniser does not run,
 the report says so in one sentence, and ``options={"force": [name]}`` (or naming it in ``enable``) runs it nevertheless.
 
+A calibration of the machine (``ascend-deep calibrate``) may hold rows that stand in front of these, for any recogniser.
+
 A row says yes only for a reason that can be stated. Where nothing was measured, the reason says that too.
 """
 
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from ascend_deep.native import table
 
-__all__ = ["POLICY", "Row", "left_out", "wanted"]
+__all__ = ["POLICY", "Row", "left_out", "profits", "wanted"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ POLICY: Mapping[str, Mapping[str, Row]] = {
 }
 
 
-def _row(name: str, device: str) -> Row:
+def _row(name: str, device: str, measured: Mapping[str, Row] | None = None) -> Row:
     """The row, with ``profits`` false and the reason if none of the providers is there that it needs."""
+    if measured and name in measured:
+        return measured[name]
+    if name not in POLICY:
+        return Row(True, "it replaces many calls by one")
     row = POLICY[name].get(device, Row(False, "nothing is known of it there"))
     if not row.profits or not row.by:
         return row
@@ -75,26 +81,42 @@ def _row(name: str, device: str) -> Row:
     return Row(False, f"only {' or '.join(row.by)} has a kernel that is faster ({reasons})")
 
 
-def wanted(names: Sequence[str], device: str, forced: Iterable[str] = ()) -> tuple[str, ...]:
-    """Those of ``names`` (recognisers) that run on device type ``device``: all but what the table leaves out."""
+def profits(name: str, device: str) -> bool:
+    """Whether the table lets recogniser ``name`` run on device type ``device``."""
+    return _row(name, device).profits
+
+
+def wanted(
+    names: Sequence[str], device: str, forced: Iterable[str] = (), measured: Mapping[str, Row] | None = None
+) -> tuple[str, ...]:
+    """Those of ``names`` (recognisers) that run on device type ``device``: all but what the table leaves out.
+
+    Args:
+        forced: run in any case.
+        measured: rows of a calibration of this device, which stand in front of the table's.
+    """
     forced = set(forced)
-    return tuple(n for n in names if n not in POLICY or n in forced or _row(n, device).profits)
+    return tuple(n for n in names if n in forced or _row(n, device, measured).profits)
 
 
-def left_out(names: Sequence[str], device: str, found: Mapping[str, int]) -> tuple[str, ...]:
+def left_out(
+    names: Sequence[str], device: str, found: Mapping[str, int], measured: Mapping[str, Row] | None = None
+) -> tuple[str, ...]:
     """One sentence for each recogniser of ``names`` that the table leaves out and that found places.
 
     Args:
         found: recogniser to number of places at which it would have looked.
+        measured: as for ``wanted``.
     """
     sentences = []
     for name in names:
         count = found.get(name, 0)
-        if name not in POLICY or not count:
+        if not count:
             continue
-        row = _row(name, device)
+        row = _row(name, device, measured)
         if not row.profits:
-            places = f"{count} products stay" if count > 1 else "one product stays"
+            what = "product" if name in POLICY else "place"
+            places = f"{count} {what}s stay" if count > 1 else f"one {what} stays"
             sentences.append(
                 f"{name} is not profitable on this target ({device}), so {places} as written: {row.why}. "
                 f"options={{'force': ['{name}']}} runs it nevertheless."
