@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep import hf_experts
+from ascend_deep.quantize_mxfp4 import holds_blocks
 from ascend_deep.quantize_originals import Missed, bring_back
 from ascend_deep.quantize_readers import output_layers, read_by_others, shared_storage
 from ascend_deep.quantize_recipes import Recipe
@@ -173,7 +174,9 @@ def experts(
     left: list[Refused] = []
     shared = shared_storage(model)
     for path, module in list(model.named_modules()):
-        if not hf_experts.is_decorated(module) or not isinstance(getattr(module, "down_proj", None), Tensor):
+        if not hf_experts.is_decorated(module) or holds_blocks(module):
+            continue  # MXFP4 experts: see quantize_mxfp4
+        if not isinstance(getattr(module, "down_proj", None), Tensor):
             continue
         kind = type(module).__name__
         reason = _excluded(path, exclude, False) or _unfit_experts(path, module, shared, recipe)

@@ -6,6 +6,8 @@ and run on CUDA alone, so there is nothing to compare with here, and their attri
 as they are. Activations are quantised by the rule of DeepGEMM's ``per_token_cast_to_fp8``, which these modules call
 where DeepGEMM is there.
 
+Experts in MXFP4 are ``quantize_mxfp4``.
+
 Not adopted, with a sentence: static activation scales, one scale for the whole weight, block-diagonal layers, experts
 without a gate or whose gate and up share a block.
 """
@@ -17,42 +19,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascend_deep import hf_experts
+from ascend_deep import hf_experts, quantize_mxfp4
 from ascend_deep.quantize import Quantized, Refused, calc_diff, put
 from ascend_deep.quantize_readers import read_by_others
-from ascend_deep.quantize_recipes import Recipe, alignment_of, target_of
+from ascend_deep.quantize_recipes import Recipe, alignment_of, format_of, name_of
 from ascend_deep.quantized_modules import QuantizedExperts, QuantizedLinear, QuantizedModule
 
 __all__ = ["adopt"]
 
 _HOME = "transformers.integrations.finegrained_fp8"
-_MXFP4 = "transformers.integrations.mxfp4"
 _ROWS = 16
 
 
-def adopt(model: nn.Module, cache: dict[Any, Any]) -> tuple[list[Quantized], list[Refused]]:
-    """Replace the finegrained-FP8 modules of ``model``, in place; the originals are kept, they share the memory."""
+def adopt(
+    model: nn.Module, cache: dict[Any, Any], target: str = "auto", kind: str | None = None, keep_master: bool = False
+) -> tuple[list[Quantized], list[Refused]]:
+    """Replace the quantised modules of ``model``, in place; the originals are kept where they share the memory.
+
+    Args:
+        cache: activations that were found so far.
+        target: hardware to store scales and to align rows for, ``"auto"``: the device that the model is on.
+        kind: what ``prepare`` was asked to quantise to; MXFP4 experts are replaced for ``"fp4"`` only, since they
+            multiply activations that are not quantised, and our products quantise them.
+        keep_master: keep originals that do not share the memory, too.
+    """
     done: list[Quantized] = []
     left: list[Refused] = []
-    modules = [(p, m) for p, m in model.named_modules() if type(m).__module__ in (_HOME, _MXFP4)]
+    target = name_of(target, model)
+    modules = [
+        (p, m) for p, m in model.named_modules() if type(m).__module__ == _HOME or quantize_mxfp4.holds_blocks(m)
+    ]
     read = read_by_others(model) if modules else {}
     for path, module in modules:
-        kind = type(module).__name__
+        name = type(module).__name__
         made: QuantizedModule | str | None = None
-        if type(module).__module__ == _MXFP4:
-            made = (
-                "its FP4 weights are in the layout of its own kernels. Load the model with "
-                "Mxfp4Config(dequantize=True) and call prepare(model, quantize='fp4'): it finds the same numbers."
-            ) if kind.endswith("Experts") else None  # fmt: skip
+        shares = True
+        if quantize_mxfp4.holds_blocks(module):
+            shares = type(module).__module__ != quantize_mxfp4.HOME
+            if kind == "fp4":
+                made = quantize_mxfp4.adopt(path, module, target, cache)
+            elif not shares:
+                made = (
+                    "its weights are FP4 and its activations are not quantised, which its own kernels multiply; "
+                    "prepare(model, quantize='fp4') takes its weights as they are and quantises the activations to FP8."
+                )
         elif isinstance(module, nn.Linear):
-            made = _linear(path, module, read, model)
-        elif kind == "FP8Experts":
-            made = _experts(path, module, model, cache)
+            made = _linear(path, module, read, target)
+        elif name == "FP8Experts":
+            made = _experts(path, module, target, cache)
         if isinstance(made, str):
-            left.append((path, kind, made))
+            left.append((path, name, made))
         elif made is not None:
             done.append(_entry(path, module, made))
-            put(model, module, made, keep_master=True)
+            put(model, module, made, keep_master=shares or keep_master)
     return done, left
 
 
@@ -69,9 +88,8 @@ def _common(path: str, module: Any) -> str | None:
     return None
 
 
-def _recipe(module: Any, weight: Tensor, scales: Tensor, model: nn.Module) -> Recipe | str:
+def _recipe(module: Any, weight: Tensor, scales: Tensor, target: str) -> Recipe | str:
     """How ``weight`` [.., N, K] and ``scales`` [.., ceil(N / n), ceil(K / k)] of the module are to be read."""
-    target = target_of(model)
     powers = scales.dtype == getattr(torch, "float8_e8m0fnu", None)
     if weight.dtype == torch.int8:
         kind, block, columns = "fp4", (1, 32), weight.shape[-1] * 2
@@ -86,10 +104,11 @@ def _recipe(module: Any, weight: Tensor, scales: Tensor, model: nn.Module) -> Re
     wanted = (*weight.shape[:-2], -(-weight.shape[-2] // block[0]), -(-columns // block[1]))
     if tuple(scales.shape) != wanted:
         return f"its scales have shape {list(scales.shape)}, and blocks of {block[0]}x{block[1]} need {list(wanted)}."
-    return Recipe(kind, target, block, block[1], powers, alignment_of(target))
+    stored = format_of(kind, target, block) if powers else "fp32"
+    return Recipe(kind, target, block, block[1], powers, alignment_of(target), stored)
 
 
-def _linear(path: str, module: Any, read: dict[str, str], model: nn.Module) -> QuantizedLinear | str:
+def _linear(path: str, module: Any, read: dict[str, str], target: str) -> QuantizedLinear | str:
     if type(module).__name__ != "FP8Linear":
         return f"{type(module).__name__} multiplies block by block along its groups, which has no op here."
     reader = read.get(path.rpartition(".")[2])
@@ -98,7 +117,7 @@ def _linear(path: str, module: Any, read: dict[str, str], model: nn.Module) -> Q
     refusal = _common(path, module)
     if refusal is not None:
         return refusal
-    recipe = _recipe(module, module.weight, module.weight_scale_inv, model)
+    recipe = _recipe(module, module.weight, module.weight_scale_inv, target)
     if isinstance(recipe, str):
         return recipe
     new = QuantizedLinear(module.weight.data, module.weight_scale_inv.data.float(), module.bias, recipe)
@@ -106,7 +125,7 @@ def _linear(path: str, module: Any, read: dict[str, str], model: nn.Module) -> Q
     return new
 
 
-def _experts(path: str, module: Any, model: nn.Module, cache: dict[Any, Any]) -> QuantizedExperts | str:
+def _experts(path: str, module: Any, target: str, cache: dict[Any, Any]) -> QuantizedExperts | str:
     refusal = _common(path, module)
     if refusal is not None:
         return refusal
@@ -121,7 +140,7 @@ def _experts(path: str, module: Any, model: nn.Module, cache: dict[Any, Any]) ->
                 return (
                     f"gate and up have {rows} rows each, so a block of {module.block_size[0]} would hold rows of both."
                 )
-        recipe = _recipe(module, weight, scales, model)
+        recipe = _recipe(module, weight, scales, target)
         if isinstance(recipe, str):
             return f"{name}: {recipe}"
         pairs.append((weight.data, scales.data.float()))
@@ -159,13 +178,16 @@ def _error_of_experts(new: QuantizedExperts, generator: torch.Generator, device:
     count = min(2, new.num_experts)
     names = ("gate_up_proj", "down_proj")
     parts = [(getattr(new, f"{n}_q")[:count], getattr(new, f"{n}_scale_inv")[:count]) for n in names]
-    few = QuantizedExperts(parts[0], parts[1], None, None, new.spec, new.recipe)
+    b13, b2 = (None if b is None else b.detach()[:count] for b in (new.gate_up_proj_bias, new.down_proj_bias))
+    held = [None if b is None else nn.Parameter(b, requires_grad=False) for b in (b13, b2)]
+    few = QuantizedExperts(parts[0], parts[1], held[0], held[1], new.spec, new.recipe)
     w13, w2 = (new.recipe.dequantise(*p) for p in parts)
     x = torch.randn(_ROWS, w2.shape[1], generator=generator, dtype=torch.float32).to(device)
     ids = torch.arange(_ROWS, device=device).remainder(count)[:, None]
     weights = (0.2 + torch.rand(_ROWS, 1, generator=generator, dtype=torch.float32)).to(device)
     spec = new.spec
     wanted = ops.moe_experts(
-        x, ids, weights, w13, None, w2, act=spec.act, alpha=spec.alpha, limit=spec.limit, interleaved=spec.interleaved
-    )
+        x, ids, weights, w13, None if b13 is None else b13.float(), w2, None if b2 is None else b2.float(),
+        act=spec.act, alpha=spec.alpha, limit=spec.limit, interleaved=spec.interleaved,
+    )  # fmt: skip
     return calc_diff(few(x, ids, weights), wanted)

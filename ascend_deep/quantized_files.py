@@ -97,7 +97,11 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
     for name, new in made.items():
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._modules[leaf] = new
-    model.load_state_dict({n: t.to(device) for n, t in tensors.items()}, assign=True)
+    held = {n: t.to(device) for n, t in tensors.items()}
+    for name, new in made.items():
+        for leaf in [n for n in new.state_dict() if n.endswith("_scale_inv")]:
+            held[f"{name}.{leaf}"] = new.recipe.stored(held[f"{name}.{leaf}"])  # files have no strides
+    model.load_state_dict(held, assign=True)
     for alias, name in manifest["aliases"].items():
         _tie(model, alias, name)
     return tuple(_entry(name, layer) for name, layer in manifest["layers"].items())

@@ -1,8 +1,8 @@
 """The modules that ``prepare(model, quantize=...)`` puts in place of linear layers and of experts.
 
-Both hold FP8 or FP4 data and float32 scales, quantise what comes in, and multiply with the ops ``gemm_scaled`` and
-``m_grouped_gemm_scaled``. Their tensors are named ``*_q`` and ``*_scale_inv``: code that reads ``.weight`` of such a
-layer fails instead of computing with numbers that lack their scale.
+Both hold FP8 or FP4 data and scales (``Recipe.sf_format``), quantise what comes in, and multiply with the ops
+``gemm_scaled`` and ``m_grouped_gemm_scaled``. Their tensors are named ``*_q`` and ``*_scale_inv``: code that reads
+``.weight`` of such a layer fails instead of computing with numbers that lack their scale.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QuantizedModule(nn.Module):
 
     def _hold(self, name: str, data: Tensor, scales: Tensor) -> None:
         setattr(self, f"{name}_q", nn.Parameter(data, requires_grad=False))
-        setattr(self, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+        setattr(self, f"{name}_scale_inv", nn.Parameter(self.recipe.stored(scales), requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         """Moves go through; ``.half()`` and ``.to(dtype)`` do not reach data and scales, which have no other dtype."""
@@ -103,7 +103,7 @@ class QuantizedLinear(QuantizedModule):
             return self._differentiable(x.to(dtype))
         if x.shape[-1] != self.in_features:
             raise ValueError(f"quantised linear layer: x has {x.shape[-1]} columns; it must have {self.in_features}.")
-        data, scales = ops.quant_fp8(x.reshape(-1, self.in_features), gran=(1, recipe.group), ue8m0=recipe.ue8m0)
+        data, scales = recipe.activations(x.reshape(-1, self.in_features))
         out = _sums(dtype)
         added = None if self.bias is None else self.bias.to(out).expand(data.shape[0], -1)
         y = ops.gemm_scaled(
@@ -142,6 +142,9 @@ class QuantizedExperts(QuantizedModule):
         spec: activation and where the halves lie.
     """
 
+    # The MLP around MXFP4 experts of transformers routes with kernels of its own, unless its experts say this.
+    _is_hooked = True
+
     gate_up_proj_q: Tensor
     gate_up_proj_scale_inv: Tensor
     down_proj_q: Tensor
@@ -177,7 +180,7 @@ class QuantizedExperts(QuantizedModule):
         products: dict[str, Any] = {
             "recipe_a": (1, recipe.group), "recipe_b": recipe.block, "alignment": recipe.alignment, "out_dtype": out,
         }  # fmt: skip
-        data, scales = ops.quant_fp8(x, gran=(1, recipe.group), ue8m0=recipe.ue8m0)
+        data, scales = recipe.activations(x)
         weights = top_k_weights.float()
         rows, row_scales, row_weights, ends, row_map = ops.moe_permute(
             data, top_k_index, weights, num_experts=experts, x_sf=scales, alignment=recipe.alignment
@@ -190,7 +193,7 @@ class QuantizedExperts(QuantizedModule):
         # The routing weight goes in before the second product, as in the library: scales follow it.
         data, scales = ops.swiglu_quant(
             h, row_weights, act=self.spec.act, alpha=self.spec.alpha, limit=self.spec.limit,
-            interleaved=self.spec.interleaved, gran_k=recipe.group, ue8m0=recipe.ue8m0,
+            interleaved=self.spec.interleaved, gran_k=recipe.group, ue8m0=recipe.ue8m0, sf_format=recipe.sf_format,
         )  # fmt: skip
         y = ops.m_grouped_gemm_scaled(data, scales, self.down_proj_q, self.down_proj_scale_inv, ends, **products)
         result = ops.moe_combine(y, row_map, self._bias_of_tokens(top_k_index, weights, out))

@@ -25,6 +25,7 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "router": ("ascend_deep.passes.router", "RECOGNISER"),
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
+    "swiglu_quant": ("ascend_deep.passes.swiglu_quant", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
     "grouped_mm": ("ascend_deep.passes.grouped_mm", "RECOGNISER"),
     "quantise": ("ascend_deep.passes.quantise", "RECOGNISER"),
@@ -66,7 +67,7 @@ def is_candidate(node: fx.Node, names: Collection[str] = ()) -> bool:
     name = _call_name(node)
     if name in TRIGGERS or (name in ("getitem", "__getitem__", "slice") and _is_half(node)):
         return True
-    if any(n in ("fp8_linear", "quantise") for n in names) and _reads_fp8(node, name):
+    if any(n in ("fp8_linear", "quantise", "swiglu_quant") for n in names) and _reads_fp8(node, name):
         return True
     return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul", "scaled_mm"))
 

@@ -27,7 +27,7 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import size
 from ascend_deep.passes.region import Dims, Region, slice_region
 
-__all__ = ["RECOGNISER", "Quantise"]
+__all__ = ["ELEMENTWISE", "RECOGNISER", "Quantise", "fewer", "in_blocks", "is_scaled", "like"]
 
 _aten = torch.ops.aten
 _GRANS = (128, 32, 64, 16, 256)
@@ -35,7 +35,7 @@ _GRANS = (128, 32, 64, 16, 256)
 _TIES = 1e-2
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"aten._to_copy", "aten.to"})
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     f"aten.{n}"
     for n in (
         "mul", "div", "reciprocal", "clamp", "clamp_min", "clamp_max", "abs", "amax", "max", "maximum", "minimum",
@@ -61,7 +61,7 @@ class Quantise:
         return [
             n
             for n in view.graph.nodes
-            if op_name(n) in _CASTS and view.dtype(n) == FP8 and view.dtype(n.args[0]) in _FLOATS and _scaled(n)
+            if op_name(n) in _CASTS and view.dtype(n) == FP8 and view.dtype(n.args[0]) in _FLOATS and is_scaled(n)
         ]
 
     def cut(self, view: GraphView, anchor: fx.Node) -> Sequence[Region] | Refusal:
@@ -78,7 +78,7 @@ class Quantise:
                 continue
             inside = set(alone.nodes)
             read = [n for n in alone.nodes if n is not anchor and any(u not in inside for u in n.users)]
-            small = [n for n in read if _fewer(view, n, x)]
+            small = [n for n in read if fewer(view, n, x)]
             whole = slice_region(view, self.name, {"x": x}, [*small, anchor])
             if isinstance(whole, Region):
                 if gradient_reaches(view, whole):
@@ -125,18 +125,18 @@ class Quantise:
         *wanted, last = region.outputs
         have = region.inputs["x"].meta["val"].dim()
         return [
-            *(_like(build, scales, node, have) for node in wanted),
-            _in_blocks(build, data, last, have, solution.attrs["gran"]),
+            *(like(build, scales, node, have) for node in wanted),
+            in_blocks(build, data, last, have, solution.attrs["gran"]),
         ]
 
 
 # -- finding --------------------------------------------------------------------------------------------------------
-def _scaled(node: fx.Node) -> bool:
+def is_scaled(node: fx.Node) -> bool:
     """True if a division or product by something stands before ``node``, with views and clamps between."""
     for _ in range(12):
         if op_name(node) in ("aten.div", "aten.mul"):
             return len(node.args) > 1 and isinstance(node.args[1], fx.Node)
-        if op_name(node) not in _ELEMENTWISE or not isinstance(node.args[0], fx.Node):
+        if op_name(node) not in ELEMENTWISE or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
     return False
@@ -150,7 +150,7 @@ def _roots(view: GraphView, anchor: fx.Node) -> list[fx.Node]:
         node = pending.pop()
         if node in inside:
             continue
-        if op_name(node) not in _ELEMENTWISE and op_name(node) != "getitem":
+        if op_name(node) not in ELEMENTWISE and op_name(node) != "getitem":
             if view.tensor(node) is not None and node.op != "get_attr":
                 edge.add(node)
             continue
@@ -161,7 +161,7 @@ def _roots(view: GraphView, anchor: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _fewer(view: GraphView, node: fx.Node, x: fx.Node) -> bool:
+def fewer(view: GraphView, node: fx.Node, x: fx.Node) -> bool:
     value, whole = view.tensor(node), view.tensor(x)
     if value is None or whole is None or value.dtype != torch.float32:
         return False
@@ -266,7 +266,7 @@ def _close(scale: Tensor, sf: Tensor) -> bool:
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
-def _like(build: Builder, scales: fx.Node, node: fx.Node, have: int) -> fx.Node:
+def like(build: Builder, scales: fx.Node, node: fx.Node, have: int) -> fx.Node:
     """The scales (``have`` dims) with the ones that the block's have in their shape."""
     shape = list(node.meta["val"].shape)
     ones = [i for i, s in enumerate(shape) if isinstance(s, int) and s == 1]
@@ -276,7 +276,7 @@ def _like(build: Builder, scales: fx.Node, node: fx.Node, have: int) -> fx.Node:
     return scales
 
 
-def _in_blocks(build: Builder, data: fx.Node, node: fx.Node, have: int, gran: Sequence[int]) -> fx.Node:
+def in_blocks(build: Builder, data: fx.Node, node: fx.Node, have: int, gran: Sequence[int]) -> fx.Node:
     """The data with a dim for the columns of a block, and one for its rows, if the block has them."""
     missing = node.meta["val"].dim() - have
     if missing > 0:

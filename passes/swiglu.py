@@ -26,9 +26,9 @@ from ascend_deep.passes.normal_form import Term, size
 from ascend_deep.passes.region import Dims, Region, slice_region
 from ascend_deep.passes.stand_ins import widened
 
-__all__ = ["RECOGNISER", "Swiglu"]
+__all__ = ["POINTWISE", "RECOGNISER", "Swiglu", "halves"]
 
-_POINTWISE = frozenset(
+POINTWISE = frozenset(
     f"aten.{name}"
     for name in (
         "mul", "add", "sub", "rsub", "div", "neg", "pow", "square", "sqrt", "exp", "log", "log1p", "tanh", "erf", "abs",
@@ -50,11 +50,11 @@ class Swiglu:
 
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """Tensors whose two halves meet again in a pointwise op."""
-        return [base for base, parts in _halves(view).items() if _meeting(view, parts)]
+        return [base for base, parts in halves(view).items() if _meeting(view, parts)]
 
     def cut(self, view: GraphView, anchor: fx.Node) -> Sequence[Region] | Refusal:
         """From the tensor to each pointwise result of both halves, largest first."""
-        outputs = _meeting(view, _halves(view)[anchor])
+        outputs = _meeting(view, halves(view)[anchor])
         dtype = view.dtype(anchor)
         outputs = [n for n in outputs if view.dtype(n) == dtype]
         if not outputs:
@@ -107,7 +107,7 @@ class Swiglu:
         return [build.call(torch.ops.ascend_deep.swiglu.default, inputs["h"], None, **solution.attrs)]
 
 
-def _halves(view: GraphView) -> dict[fx.Node, list[fx.Node]]:
+def halves(view: GraphView) -> dict[fx.Node, list[fx.Node]]:
     """Tensors of which both halves (or even and odd columns) are taken, and the nodes that take them."""
     found: dict[int, tuple[Term, dict[tuple[Any, ...], list[fx.Node]]]] = {}
     for node in view.graph.nodes:
@@ -123,13 +123,13 @@ def _halves(view: GraphView) -> dict[fx.Node, list[fx.Node]]:
             continue
         if (start, step) in ((0, 1), (length, 1), (0, 2), (1, 2)):
             found.setdefault(base.number, (base, {}))[1].setdefault((start, step), []).append(node)
-    halves = {}
+    bases = {}
     for base, parts in found.values():
         length = base.shape[-1] // 2
         for pair in (((0, 1), (length, 1)), ((0, 2), (1, 2))):
             if all(p in parts for p in pair) and base.node is not None:
-                halves[base.node] = [n for p in pair for n in parts[p]]
-    return halves
+                bases[base.node] = [n for p in pair for n in parts[p]]
+    return bases
 
 
 def _meeting(view: GraphView, parts: Sequence[fx.Node]) -> list[fx.Node]:
@@ -140,7 +140,7 @@ def _meeting(view: GraphView, parts: Sequence[fx.Node]) -> list[fx.Node]:
     while pending:
         node = pending.pop(0)
         for user in node.users:
-            if user in marks or op_name(user) not in _POINTWISE:
+            if user in marks or op_name(user) not in POINTWISE:
                 continue
             tensors = [n for n in user.all_input_nodes if view.tensor(n) is not None and not _is_constant(n)]
             if all(n in marks for n in tensors):
@@ -155,7 +155,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _is_function(node: fx.Node) -> bool:
-    return node.op == "call_function" and op_name(node) in _POINTWISE
+    return node.op == "call_function" and op_name(node) in POINTWISE
 
 
 def _plan(region: Region) -> Dims:
