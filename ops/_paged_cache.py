@@ -89,7 +89,8 @@ def quantise(kv: Tensor, fmt: str, scale_bytes: int) -> tuple[Tensor, Tensor]:
     largest = 6.0 if fmt == "fp4_ue8m0" else 448.0
     gran = depth if fmt == "fp8" else GRAN
     grouped = x.unflatten(1, (-1, gran))
-    scale = grouped.abs().amax(-1).clamp(min=1e-4) / largest
+    amax = grouped.abs().amax(-1).clamp(min=1e-4)
+    scale = amax / amax.new_full((), largest)  # not by a number: see ops/_quant.py
     if fmt == "fp8":
         scales = scale.contiguous().view(torch.uint8)
     else:

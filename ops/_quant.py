@@ -33,7 +33,9 @@ def scaled(x: Tensor, gran: Sequence[int], largest: float, ue8m0: bool) -> tuple
     gran_m, gran_k = gran
     padded = torch.nn.functional.pad(x.to(torch.float32), (0, -columns % gran_k, 0, -rows % gran_m))
     blocks = padded.reshape(*lead, _sf.ceil_div(rows, gran_m), gran_m, _sf.ceil_div(columns, gran_k), gran_k)
-    scale = blocks.abs().amax((-3, -1)).clamp(min=_LEAST) / largest
+    amax = blocks.abs().amax((-3, -1)).clamp(min=_LEAST)
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not the same to the last bit.
+    scale = amax / amax.new_full((), largest)
     if ue8m0:
         scale = _sf.pow2_ceil(scale)
     divided = blocks * (1.0 / scale)[..., :, None, :, None]

@@ -20,9 +20,20 @@ from triton.experimental.gluon import language as gl
 from ascend_deep.native.logits_rows import empty_scores
 from ascend_deep.native.triton.launch import Rows, key_of, launch, on_device, repeat
 from ascend_deep.native.triton.mqa_logits import logits_kernel
-from ascend_deep.native.triton.plan import MAX_BLOCK, Block, Long, Tile, block_for, long_for, power_of_two, tile_for
+from ascend_deep.native.triton.plan import (
+    MAX_BLOCK,
+    Block,
+    Long,
+    Row,
+    Tile,
+    block_for,
+    long_for,
+    power_of_two,
+    tile_for,
+)
 from ascend_deep.native.triton.select import select_kernel
 from ascend_deep.native.triton.select_long import filter_kernel, pick_kernel, sample_kernel
+from ascend_deep.native.triton.select_row import row_kernel
 
 __all__ = [
     "RANK_LAST_KEY",
@@ -193,7 +204,7 @@ def select_rows(
     idx: Tensor,
     *,
     rank_last: bool,
-    plan: Block | Long | None = None,
+    plan: Block | Row | Long | None = None,
 ) -> None:
     """The ``idx.shape[2]`` largest of each row of ``values`` into ``scores`` and ``idx``, in order of index.
 
@@ -229,6 +240,13 @@ def select_rows(
             args: tuple[Any, ...] = (*tensors, columns, topk, rows, *pitches, *_pitch(scores, 2), *_pitch(idx, 2))
             constants = {**_layouts(plan), **options, **wanted, "EVEN": columns == plan.keys}
             launch(select_kernel, (programs, 1, 1), args, constants, (key, tensors))
+        return
+    if isinstance(plan, Row):
+        names = torch.empty(programs, plan.pick, dtype=torch.int32, device=idx.device)
+        tensors = (*given, names, torch.empty_like(names), *out)
+        if not repeat(key, tensors):
+            args = (*tensors, columns, topk, rows, *pitches, *_pitch(scores, 2), *_pitch(idx, 2))
+            launch(row_kernel, (programs, 1, 1), args, {**_row_options(plan), **options, **wanted}, (key, tensors))
         return
     parts = triton.cdiv(columns, plan.segment)
     bounds = torch.empty(programs, dtype=torch.int32, device=idx.device)
@@ -272,6 +290,23 @@ def _layouts(block: Block) -> dict[str, Any]:
         "SPREAD": gl.BlockedLayout([1], [32], [block.warps], [0]),
         "num_warps": block.warps,
         "maxnreg": block.registers or None,
+    }
+
+
+@functools.cache
+def _row_options(row: Row) -> dict[str, Any]:
+    """Launch options of the selection with one program for a row; names and scores are kept one key per lane."""
+    block, pick = (_layouts(Block(keys, row.warps)) for keys in (row.block, row.pick))
+    return {
+        "SAMPLE": row.sample,
+        "BLOCK": row.block,
+        "PICK": row.pick,
+        "PAIRS": gl.BlockedLayout([2], [32], [row.warps], [0]),
+        "HELD": block["HELD"],
+        "PICKED": pick["HELD"],
+        "SPREAD": pick["SPREAD"],
+        "TWO": row.two,
+        "num_warps": row.warps,
     }
 
 

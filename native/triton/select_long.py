@@ -24,7 +24,7 @@ from ascend_deep.native.triton.select import (
     write,
 )
 
-__all__ = ["filter_kernel", "pick_kernel", "sample_kernel"]
+__all__ = ["filter_kernel", "near", "pick_kernel", "sample_kernel", "sampled_bound", "select_whole"]
 
 
 @gluon.jit
@@ -49,8 +49,9 @@ def _between(guess, low, high):
 
 
 @gluon.jit
-def _near(key, topk, slack, count, low, high):
-    """A bound that at least topk of the keys in registers reach, and no more than topk + slack if there is such a one.
+def near(key, topk, slack, count, low, high):
+    """(bound, above, reach): a bound that ``reach`` >= topk of the keys in registers reach, topk + slack at most if there
+    is such a one; ``above`` < topk of them are greater, where reach is more than that.
 
     ``count`` keys are eligible, all in [low, high). A step counts the keys above two values at once, in 16 bits each:
     where the bound would be if keys thinned out exponentially, and if they were even. Where scores get rarer towards
@@ -76,7 +77,44 @@ def _near(key, topk, slack, count, low, high):
         low, above_low, high, above_high = _closer(t0, counts & 0xFFFF, topk, low, above_low, high, above_high)
         low, above_low, high, above_high = _closer(t1, counts >> 16, topk, low, above_low, high, above_high)
         step += 1
-    return low
+    return low, above_high, above_low
+
+
+@gluon.jit
+def sampled_bound(
+    row,
+    first,
+    end,
+    columns,
+    topk,
+    SAMPLE: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    PAIRS: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    MASKED: gl.constexpr,
+    BARRED: gl.constexpr,
+):
+    """A key that topk and some more keys of a row should reach, estimated from SAMPLE of them.
+
+    1, which every key reaches, where the row has no more than CAPACITY keys, or the sample no more than it needs.
+    """
+    # Where columns outside the bounds can be chosen too, the sample is one of the whole row.
+    begin = 0 if BARRED > 0 else first
+    stop = columns if BARRED > 0 else end
+    length = gl.maximum(stop - begin, 0)
+    bound = (length * 0 + 1).to(gl.uint32)
+    if length > CAPACITY:
+        # Pairs of neighbours: half the memory transactions, and still spread over the row.
+        n = gl.arange(0, SAMPLE, PAIRS)
+        at = begin + n // 2 * (2 * gl.maximum(length // SAMPLE, 1)) + n % 2
+        key = keys_at(row, at, at < stop, first, end, BOUNDED, MASKED, BARRED, False)
+        expected = topk * gl.minimum(length, SAMPLE).to(gl.float32) / length.to(gl.float32)
+        rank = (expected + 4.0 * gl.sqrt(expected) + 8.0).to(gl.int32)
+        count = gl.sum((key > 0).to(gl.int32), axis=0)
+        low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
+        if count > rank:
+            bound, above, reach = near(key, rank, rank // 16, count, low, gl.max(key, axis=0) + 1)
+    return bound
 
 
 @gluon.jit
@@ -107,22 +145,9 @@ def sample_kernel(
     b = (row // rows).to(gl.int64)
     s = (row % rows).to(gl.int64)
     first, end = bounds_of(ks, ke, b, s, columns, ks_b, ks_s, ke_b, ke_s, HAS_KS, HAS_KE)
-    # Where columns outside the bounds can be chosen too, the sample is one of the whole row.
-    begin = 0 if BARRED > 0 else first
-    stop = columns if BARRED > 0 else end
-    length = gl.maximum(stop - begin, 0)
-    bound = (row * 0 + 1).to(gl.uint32)
-    if length > CAPACITY:
-        # Pairs of neighbours: half the memory transactions, and still spread over the row.
-        n = gl.arange(0, SAMPLE, PAIRS)
-        at = begin + n // 2 * (2 * gl.maximum(length // SAMPLE, 1)) + n % 2
-        key = keys_at(values + b * v_b + s * v_s, at, at < stop, first, end, HAS_KS or HAS_KE, MASKED, BARRED, False)
-        expected = topk * gl.minimum(length, SAMPLE).to(gl.float32) / length.to(gl.float32)
-        rank = (expected + 4.0 * gl.sqrt(expected) + 8.0).to(gl.int32)
-        count = gl.sum((key > 0).to(gl.int32), axis=0)
-        low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
-        if count > rank:
-            bound = _near(key, rank, rank // 16, count, low, gl.max(key, axis=0) + 1)
+    values += b * v_b + s * v_s
+    bounded: gl.constexpr = HAS_KS or HAS_KE
+    bound = sampled_bound(values, first, end, columns, topk, SAMPLE, CAPACITY, PAIRS, bounded, MASKED, BARRED)
     gl.store(bounds + row, bound.to(gl.int32, bitcast=True))
 
 
@@ -241,7 +266,7 @@ def pick_kernel(
         key = keys_at(values, name, held, first, end, HAS_KS or HAS_KE, MASKED, BARRED, False)
         select_block(gl.convert_layout(key, HELD), name, total, bound, chosen, scores, topk, SPREAD, SCORES)
     else:
-        _select_long(
+        select_whole(
             values,
             first,
             end,
@@ -260,7 +285,7 @@ def pick_kernel(
 
 
 @gluon.jit
-def _select_long(
+def select_whole(
     values,
     first,
     end,

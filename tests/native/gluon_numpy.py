@@ -226,6 +226,10 @@ class Program:
         return Value(np.cumsum(x.value, dtype=x.value.dtype))
 
     @staticmethod
+    def thread_barrier() -> None:
+        """One program runs at a time, each of its operations on all lanes."""
+
+    @staticmethod
     def convert_layout(x: Value, layout: Any) -> Value:
         return x
 
