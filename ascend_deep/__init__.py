@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ascend_deep import ops, testing
     from ascend_deep._explain import explain
+    from ascend_deep._parallelize import parallelize
     from ascend_deep._prepare import Prepared, load_quantized, prepare
     from ascend_deep.options import Options, OptionsError
     from ascend_deep.report import Report, last_report
@@ -29,6 +30,7 @@ __all__ = [
     "last_report",
     "load_quantized",
     "ops",
+    "parallelize",
     "prepare",
     "testing",
 ]
@@ -41,6 +43,7 @@ _HOME = {
     "explain": "_explain",
     "last_report": "report",
     "load_quantized": "_prepare",
+    "parallelize": "_parallelize",
     "prepare": "_prepare",
 }
 

@@ -7,6 +7,7 @@ ranks run, and compile, the same program. A group of one needs no process group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ def group_problem(group: str, size: int) -> str | None:
         return f"group_size is {size}, and this torch was built without torch.distributed."
     if not dist.is_initialized():
         return f"group_size is {size}, and torch.distributed is not initialised in this process."
+    resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
-        found = dist.distributed_c10d._resolve_process_group(group)
+        found = resolve(group)
     except (RuntimeError, ValueError, KeyError):
         return f"group is {group!r}; torch.distributed knows no process group of that name."
     if found.size() != size:
