@@ -104,7 +104,8 @@ class QuantizedLinear(QuantizedModule):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"quantised linear layer: x has {x.shape[-1]} columns; it must have {self.in_features}.")
         data, scales = recipe.activations(x.reshape(-1, self.in_features))
-        out = _sums(dtype)
+        # Libraries that take packed scales add to float32 only, so a bias makes the product float32: rounded once.
+        out = torch.float32 if self.bias is not None and recipe.sf_format != "fp32" else _sums(dtype)
         added = None if self.bias is None else self.bias.to(out).expand(data.shape[0], -1)
         y = ops.gemm_scaled(
             data, scales, self.weight_q, self.weight_scale_inv, added,
