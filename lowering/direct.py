@@ -3,6 +3,7 @@
 An op finds its kernel at run time: dispatcher, autograd kernel, argument checks, choice of a provider. In a compiled
 graph dtypes, strides and scalars are known, so the choice is made once, here, and the graph calls the kernel, if the
 provider has it as a torch op of its own (``Provider.direct``). Ops that no such provider takes stay as they are.
+Providers then rewrite the calls of their kernels as they like them best (``Provider.finish``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.native import table
+from ascend_deep.native._provider import Provider
 
 __all__ = ["KernelPass", "replace"]
 
@@ -26,6 +28,7 @@ def replace(graph: fx.Graph) -> int:
     if os.environ.get("ASCEND_DEEP_DEBUG") == "1":
         return 0  # the ops check ids then
     count = 0
+    providers: dict[str, Provider] = {}
     for node in graph.nodes:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.name() not in _OPS:
@@ -37,7 +40,11 @@ def replace(graph: fx.Graph) -> int:
         choice = table.choose(name, args[0].device.type, args, kwargs)
         if choice.provider is not None and name in choice.provider.direct:
             node.target = choice.provider.direct[name]()
+            providers[choice.provider.name] = choice.provider
             count += 1
+    for provider in providers.values():
+        if provider.finish is not None:
+            provider.finish(graph)
     return count
 
 
@@ -48,4 +55,4 @@ class KernelPass(_torch_compat.CustomGraphPass):
         replace(graph)
 
     def uuid(self) -> Any:
-        return f"ascend_deep kernels 1 {table.fingerprint()} {os.environ.get('ASCEND_DEEP_DEBUG') == '1'}"
+        return f"ascend_deep kernels 2 {table.fingerprint()} {os.environ.get('ASCEND_DEEP_DEBUG') == '1'}"

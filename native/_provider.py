@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
+
 __all__ = ["Choice", "Provider", "Refusal"]
 
 
@@ -42,6 +44,8 @@ class Provider:
         direct: op name to a function that returns the kernel as a torch op of its own, with the schema of the op, a
             fake implementation, and checks that accept nothing the op refuses. Eager calls go to it first, and
             compiled graphs contain it. Not asked before the provider has accepted a call.
+        finish: rewrites a compiled graph after its ops became those of ``direct``, in place, so that calling them costs
+            less. Results stay the same, bit by bit.
         version: part of the cache key of compiled graphs.
     """
 
@@ -51,6 +55,7 @@ class Provider:
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     limits: Mapping[str, Callable[..., str | None]] = field(default_factory=dict)
     direct: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    finish: Callable[[fx.Graph], None] | None = None
     version: str = "1"
 
     def refusal(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Refusal | None:

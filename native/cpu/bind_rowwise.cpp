@@ -2,81 +2,34 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "plan.h"
+#include "coded.h"
 
 namespace ascend_deep_cpu {
 namespace {
 
-// Rows that are worth a thread of their own.
-int64_t grain(int64_t row_cost) { return 1 + 16384 / (row_cost + 1); }
-
-int32_t choice(const std::string& value, const char* what, std::initializer_list<const char*> names) {
-  int32_t i = 0;
-  std::string all;
-  for (const char* name : names) {
-    if (value == name) return i;
-    all += std::string(i++ ? ", '" : "'") + name + "'";
-  }
-  STD_TORCH_CHECK(false, "ascend_deep: ", what, " is '", value, "', it has to be one of ", all, ".");
+std::tuple<Tensor, Tensor> routed(RouteCall& call) {
+  Tensor weights = empty_matrix(call.a.tokens, call.a.topk, ScalarType::Float);
+  Tensor ids = empty_matrix(call.a.tokens, call.a.topk, ScalarType::Long);
+  run_route(call, static_cast<float*>(weights.mutable_data_ptr()), static_cast<int64_t*>(ids.mutable_data_ptr()));
+  return {weights, ids};
 }
 
-void check_floating(const Tensor& t, const char* what) {
-  if (t.scalar_type() != ScalarType::Double) dtype_of(t, what, true);
-}
-
-Tensor as_float(const Tensor& t) {
-  const Tensor f = t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float);
-  return torch::stable::contiguous(f);
-}
-
-std::tuple<Tensor, Tensor> moe_route(const Tensor& logits_in, const std::optional<Tensor>& bias, int64_t topk,
+std::tuple<Tensor, Tensor> moe_route(const Tensor& logits, const std::optional<Tensor>& bias, int64_t topk,
                                      const std::string& scoring, const std::string& select, const std::string& renorm,
                                      double eps, double scale, int64_t n_group, int64_t topk_group,
                                      const std::string& group_score, const std::string& group_fill) {
-  check_dim(logits_in, "logits", 2);
-  Route a{};
-  a.dtype = dtype_of(logits_in, "logits", true);
-  const Tensor logits = logits_in.size(1) > 1 && logits_in.stride(1) != 1 ? torch::stable::contiguous(logits_in) : logits_in;
-  a.tokens = logits.size(0);
-  a.experts = logits.size(1);
-  a.topk = topk;
-  STD_TORCH_CHECK(topk >= 1 && topk <= a.experts, "ascend_deep: topk is ", topk, ", logits has ", a.experts, " experts.");
-  a.groups = n_group;
-  a.topk_group = topk_group;
-  STD_TORCH_CHECK(n_group >= 1 && (n_group == 1 || a.experts % n_group == 0), "ascend_deep: n_group is ", n_group,
-                  ", it has to divide the number of experts, ", a.experts, ".");
-  STD_TORCH_CHECK(n_group == 1 || (topk_group >= 1 && topk_group <= n_group), "ascend_deep: topk_group is ", topk_group,
-                  ", it has to be between 1 and n_group, ", n_group, ".");
-  a.scoring = choice(scoring, "scoring", {"softmax", "sigmoid", "sqrtsoftplus"});
-  a.select_logits = choice(select, "select", {"scores", "logits"}) == 1;
-  a.renorm = choice(renorm, "renorm", {"none", "sum", "clamp"});
-  a.group_max = choice(group_score, "group_score", {"top2", "max"}) == 1;
-  a.group_zero = choice(group_fill, "group_fill", {"neg_inf", "zero"}) == 1;
-  a.eps = static_cast<float>(eps);
-  a.scale = static_cast<float>(scale);
-  std::optional<Tensor> bias_f;
-  if (bias) {
-    check_dim(*bias, "bias", 1);
-    check_floating(*bias, "bias");
-    STD_TORCH_CHECK(bias->size(0) == a.experts, "ascend_deep: bias has ", bias->size(0), " elements, logits has ",
-                    a.experts, " experts.");
-    bias_f = as_float(*bias);
-    a.bias = static_cast<const float*>(bias_f->const_data_ptr());
-  }
-  const int64_t shape[2] = {a.tokens, topk};
-  Tensor weights = torch::stable::empty({shape, 2}, ScalarType::Float, std::nullopt, logits.device());
-  Tensor ids = torch::stable::empty({shape, 2}, ScalarType::Long, std::nullopt, logits.device());
-  if (a.tokens == 0) return {weights, ids};
-  a.logits = logits.const_data_ptr();
-  a.logits_stride = logits.stride(0);
-  a.weights = static_cast<float*>(weights.mutable_data_ptr());
-  a.ids = static_cast<int64_t*>(ids.mutable_data_ptr());
-  const Kernels& isa = kernels();
-  const size_t scratch = isa.route_scratch_bytes(a);
-  torch::stable::parallel_for(0, a.tokens, grain(a.experts * (4 + topk) / 8), [&](int64_t begin, int64_t end) {
-    isa.route(a, begin, end, thread_scratch(scratch));
-  });
-  return {weights, ids};
+  RouteCall call = route_call(logits, bias,
+                              route_attributes(topk, scoring, select, renorm, eps, scale, n_group, topk_group,
+                                               group_score, group_fill));
+  return routed(call);
+}
+
+std::tuple<Tensor, Tensor> moe_route_coded(const Tensor& logits, const std::optional<Tensor>& bias, int64_t code,
+                                           double eps, double scale) {
+  bool rounded;
+  RouteCall call = route_call(logits, bias, route_decode(code, eps, scale, &rounded));
+  STD_TORCH_CHECK(!rounded, "ascend_deep: moe_route returns float32 weights, it does not round them.");
+  return routed(call);
 }
 
 Tensor swiglu(const Tensor& h_in, const std::optional<Tensor>& row_weight, const std::string& act, double alpha,
@@ -139,6 +92,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ascend_deep_cpu, m) {
   m.def(
       "moe_route(Tensor logits, Tensor? bias, *, int topk, str scoring, str select, str renorm, float eps, float scale, "
       "int n_group, int topk_group, str group_score, str group_fill) -> (Tensor, Tensor)");
+  m.def("moe_route_coded(Tensor logits, Tensor? bias, int code, float eps, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "route_code(*, int topk, str scoring, str select, str renorm, int n_group, int topk_group, str group_score, "
+      "str group_fill, bool rounded) -> int");
   m.def(
       "swiglu(Tensor h, Tensor? row_weight, *, str act, float alpha, float? limit, bool interleaved) -> Tensor");
   m.def("isa(str name) -> str");
@@ -146,9 +103,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ascend_deep_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(ascend_deep_cpu, CPU, m) {
   m.impl("moe_route", TORCH_BOX(&moe_route));
+  m.impl("moe_route_coded", TORCH_BOX(&moe_route_coded));
   m.impl("swiglu", TORCH_BOX(&swiglu));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(ascend_deep_cpu, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&isa)); }
+STABLE_TORCH_LIBRARY_IMPL(ascend_deep_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&isa));
+  m.impl("route_code", TORCH_BOX(&route_code));
+}
 
 }  // namespace ascend_deep_cpu

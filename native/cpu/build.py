@@ -34,7 +34,9 @@ _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mf
 _GENERIC = (
     "bind_experts.cpp",
     "bind_rowwise.cpp",
+    "coded.cpp",
     "dispatch.cpp",
+    "experts_call.cpp",
     "gemm_bind.cpp",
     "gemm_bind_quant.cpp",
     "gemm_call.cpp",
@@ -44,6 +46,7 @@ _GENERIC = (
     "mqa_call.cpp",
     "mqa_select.cpp",
     "plan.cpp",
+    "route_call.cpp",
 )
 _X86 = {
     "gemm_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],

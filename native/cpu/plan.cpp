@@ -3,9 +3,14 @@
 namespace ascend_deep_cpu {
 
 Tensor empty_matrix(int64_t rows, int64_t columns, ScalarType type) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, "empty_matrix: ", name_of(type));
   const int64_t sizes[2] = {rows, columns}, strides[2] = {columns > 1 ? columns : 1, 1};
-  const int32_t dtype = type == ScalarType::Float ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  int32_t dtype;
+  switch (type) {
+    case ScalarType::Float: dtype = aoti_torch_dtype_float32(); break;
+    case ScalarType::BFloat16: dtype = aoti_torch_dtype_bfloat16(); break;
+    case ScalarType::Long: dtype = aoti_torch_dtype_int64(); break;
+    default: STD_TORCH_CHECK(false, "empty_matrix: ", name_of(type));
+  }
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
@@ -38,6 +43,11 @@ Dtype dtype_of(const Tensor& t, const char* what, bool half_allowed) {
   if (type == ScalarType::Half && half_allowed) return kF16;
   STD_TORCH_CHECK(false, "ascend_deep: ", what, " has dtype ", name_of(type), ", the CPU kernel takes float32",
                   half_allowed ? ", bfloat16 and float16." : " and bfloat16.");
+}
+
+Tensor as_float(const Tensor& t) {
+  const Tensor f = t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float);
+  return f.is_contiguous() ? f : torch::stable::contiguous(f);
 }
 
 void check_cpu(const Tensor& t, const char* what) {

@@ -53,13 +53,18 @@ inline void* thread_scratch(size_t bytes) {
   return w.at_least(bytes);
 }
 
-// An uninitialised contiguous matrix, float32 or bfloat16. torch::stable::empty looks its op up by name, which a call
+// Rows that are worth a thread of their own, by the cost of one.
+inline int64_t grain(int64_t row_cost) { return 1 + 16384 / (row_cost + 1); }
+
+// An uninitialised contiguous matrix of float32, bfloat16 or int64. torch::stable::empty looks its op up by name, which a call
 // that finds its code out of the caches feels.
 Tensor empty_matrix(int64_t rows, int64_t columns, ScalarType type);
 std::string name_of(ScalarType type);
 std::string shape_of(const Tensor& t);
 // The dtype code of a float32, bfloat16 or float16 tensor; an error that names `what` for any other.
 Dtype dtype_of(const Tensor& t, const char* what, bool half_allowed = false);
+// A contiguous float32 tensor of the same values; `t` itself if it is one.
+Tensor as_float(const Tensor& t);
 void check_cpu(const Tensor& t, const char* what);
 void check_dim(const Tensor& t, const char* what, int64_t dim);
 Activation activation(const std::string& act, double alpha, std::optional<double> limit);

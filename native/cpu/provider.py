@@ -15,6 +15,7 @@ import torch
 from ascend_deep.native._provider import Provider
 from ascend_deep.native.cpu import gemm_provider, gemm_quant_provider, mqa_provider
 from ascend_deep.native.cpu.build import LIBRARY
+from ascend_deep.native.cpu.coded import code_calls
 
 __all__ = ["CPU", "isa"]
 
@@ -30,7 +31,7 @@ def _unavailable() -> str | None:
         return f"the C++ kernels are not built; `{_BUILD}` builds them."
     try:
         torch.ops.load_library(str(_PATH))
-        for name, fake in _SAME.items():
+        for name, fake in {**_SAME, **_CODED}.items():
             torch.library.register_fake(f"ascend_deep_cpu::{name}", fake)
     except (OSError, RuntimeError) as error:
         return f"the C++ kernels do not load ({str(error).splitlines()[0]}); `{_BUILD}` builds them again."
@@ -70,6 +71,25 @@ _SAME: Mapping[str, Callable[..., Any]] = {
     "moe_route": _fake_route,
     "swiglu": _fake_swiglu,
     **gemm_provider.SAME,
+}
+
+
+def _fake_experts_coded(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    out = rest[-4] >> 8 & 3  # as in coded.cpp
+    return x.new_empty(x.shape, dtype=(x.dtype, *_FLOATS)[out])
+
+
+def _fake_route_coded(
+    logits: torch.Tensor, bias: torch.Tensor | None, code: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_route(logits, topk=code >> 8 & 0xFFFF)
+
+
+# What stands in compiled graphs instead of ops of _SAME, see coded.py.
+_CODED: Mapping[str, Callable[..., Any]] = {
+    "moe_experts_coded": _fake_experts_coded,
+    "moe_layer": _fake_experts_coded,
+    "moe_route_coded": _fake_route_coded,
 }
 
 
@@ -159,5 +179,6 @@ CPU = Provider(
         **mqa_provider.LIMITS,
         **gemm_quant_provider.LIMITS,
     },
-    version="1",
+    finish=code_calls,
+    version="2",
 )
