@@ -45,7 +45,7 @@ def _group_of(ends, tile, groups, M, alignment, BM: tl.constexpr, GP: tl.constex
     """
     g = tl.arange(0, GP)
     end = tl.minimum(tl.maximum(tl.load(ends + g, mask=g < groups, other=0).to(tl.int32), 0), M)
-    before = tl.load(ends + g - 1, mask=(g > 0) & (g <= groups), other=0).to(tl.int32)
+    before = tl.load(ends + tl.maximum(g - 1, 0), mask=(g > 0) & (g <= groups), other=0).to(tl.int32)
     before = tl.minimum(tl.maximum(before, 0), M)
     start = tl.minimum((before + alignment - 1) // alignment * alignment, M)
     aligned = tl.minimum((end + alignment - 1) // alignment * alignment, M)

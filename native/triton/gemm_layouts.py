@@ -20,7 +20,7 @@ _KINDS = {"labels": _LABELS, "psum": _PSUM, "masked": _MASKED}
 def ends_kernel(psum, out, groups, rows, alignment, GP: tl.constexpr):
     g = tl.arange(0, GP)
     end = tl.load(psum + g, mask=g < groups, other=0)
-    before = tl.load(psum + g - 1, mask=(g > 0) & (g < groups), other=0)
+    before = tl.load(psum + tl.maximum(g - 1, 0), mask=(g > 0) & (g < groups), other=0)
     end = tl.minimum(tl.maximum(end, 0), rows).to(tl.int32)
     before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
     start = tl.minimum((before + alignment - 1) // alignment * alignment, rows)
@@ -43,7 +43,7 @@ def blocks_kernel(psum, out, rows, groups, alignment, GP: tl.constexpr, BLOCK: t
     g = tl.arange(0, GP)
     end = tl.load(psum + g, mask=g < groups, other=0)
     end = tl.minimum(tl.maximum(end, 0), rows).to(tl.int32)
-    before = tl.load(psum + g - 1, mask=(g > 0) & (g < groups), other=0)
+    before = tl.load(psum + tl.maximum(g - 1, 0), mask=(g > 0) & (g < groups), other=0)
     before = tl.minimum(tl.maximum(before, 0), rows).to(tl.int32)
     start = (before + alignment - 1) // alignment * alignment
     mine = (g < groups) & (start <= first) & (first < end)
@@ -75,7 +75,7 @@ def padding_kernel(
     elif KIND == 1:
         g = tl.arange(0, GP)
         end = tl.load(layout + g, mask=g < groups, other=0)
-        before = tl.load(layout + g - 1, mask=(g > 0) & (g < groups), other=0)
+        before = tl.load(layout + tl.maximum(g - 1, 0), mask=(g > 0) & (g < groups), other=0)
         start = (tl.maximum(before, 0) + alignment - 1) // alignment * alignment
         start = tl.where(g < groups, start, rows)
         of_row = (m[:, None] >= start[None, :]) & (m[:, None] < end[None, :])

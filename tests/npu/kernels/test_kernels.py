@@ -37,6 +37,7 @@ Case = tuple[str, str, dict[str, str], dict[str, Any], dict[str, Any], str]
 CASES: dict[str, Case] = {
     "dense": ("gemm_kernels", "gemm_kernel", OPERANDS, {**GEMM, "HAS_C": True, "A_K_MAJOR": False}, LARGE, "cc"),
     "labels": ("gemm_kernels", "gemm_kernel", OPERANDS, {**GEMM, "GROUPING": 2}, LARGE, "cc"),
+    "psum": ("gemm_kernels", "gemm_kernel", OPERANDS, {**GEMM, "GROUPING": 1}, LARGE, "cc"),
     "masked": ("gemm_kernels", "gemm_kernel", OPERANDS, {**GEMM, "GROUPING": 3}, LARGE, "cc"),
     "few rows": (
         "gemm_kernels",
@@ -62,6 +63,14 @@ CASES: dict[str, Case] = {
         LARGE,
         "cc",
     ),
+    "k-grouped, sizes": (
+        "gemm_k_grouped",
+        "k_grouped_kernel",
+        {**OPERANDS, "a_at": "*bf16", "b_at": "*bf16", "out": "*fp32"},
+        {**K_GROUPED, "SIZES": True},
+        LARGE,
+        "cc",
+    ),
     "one row": ("gemm_vector", "vector_kernel", {**OPERANDS, "x": "*bf16", "w": "*bf16"}, VECTOR, {"BN": 128}, "ub"),
     "labels of blocks": (
         "gemm_layouts",
@@ -69,6 +78,38 @@ CASES: dict[str, Case] = {
         {"labels": I32, "out": I32},
         {"BLOCK": 128},
         {"BLOCK": 1 << 18},
+        "ub",
+    ),
+    "ends of groups": (
+        "gemm_layouts",
+        "ends_kernel",
+        {"psum": I32, "out": I32},
+        {"GP": 32},
+        {"GP": 1 << 18},
+        "ub",
+    ),
+    "groups of blocks": (
+        "gemm_layouts",
+        "blocks_kernel",
+        {"psum": I32, "out": I32},
+        {"GP": 32, "BLOCK": 128},
+        {"GP": 1 << 18},
+        "ub",
+    ),
+    "padding of psum": (
+        "gemm_layouts",
+        "padding_kernel",
+        {"out": "*bf16", "layout": I32},
+        {"KIND": 1, "GP": 32, "BM": 32, "BN": 128},
+        {"BM": 1024, "BN": 1024},
+        "ub",
+    ),
+    "padding of masked": (
+        "gemm_layouts",
+        "padding_kernel",
+        {"out": "*bf16", "layout": I32},
+        {"KIND": 2, "GP": 32, "BM": 32, "BN": 128},
+        {"BM": 1024, "BN": 1024},
         "ub",
     ),
     "padding of labels": (
@@ -112,15 +153,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, str], dict[str, Any], str, str]] = 
         {**GEMM, "SCALED": True, "BK": 128},
         "triton-ascend",
         "type fp8",
-    ),
-    "psum": ("gemm_kernels", "gemm_kernel", OPERANDS, {**GEMM, "GROUPING": 1}, "triton-adapter-opt", "got -1"),
-    "ends of groups": (
-        "gemm_layouts",
-        "ends_kernel",
-        {"psum": I32, "out": I32},
-        {"GP": 32},
-        "triton-adapter-opt",
-        "expected offsets to be non-negative, but got -1",
     ),
 }
 
