@@ -24,8 +24,8 @@ struct Activation {
 
 // Blocks of work. A block never straddles two threads, and tiles are counted from the start of a block, so the
 // arithmetic of an output element does not depend on the number of threads.
-constexpr int64_t kHiddenBlock = 32;  // hidden units (gate/up pairs) in a block of the first GEMM
-constexpr int64_t kOutBlock = 32;     // columns in a block of the second GEMM
+constexpr int64_t kHiddenBlock = 48;  // hidden units (gate/up pairs) in a block of the first GEMM
+constexpr int64_t kOutBlock = 48;     // columns in a block of the second GEMM
 constexpr int64_t kTileRows = 8;      // weight rows in a tile
 constexpr int64_t kMaxPanelRows = 256;  // token rows that are packed at a time
 

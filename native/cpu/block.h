@@ -120,13 +120,12 @@ template <typename W>
 void block_product(const Block<W>& b, const Block<W>* next, const Tokens& x, int64_t depth, float* stage, float* c,
                    float* row_c) {
   const int64_t ldc = x.to - x.from;
-  const bool tall = ldc == 2 * kLanes && !x.plain;
+  const bool tall = ldc == 2 * kLanes || (ldc == kLanes && x.plain);
   for (int64_t t = 0, height; t < b.count; t += height) {
     height = tile_height(b, t, tall);
     if (t % kHiddenBlock >= b.valid) continue;
     const W* const* rows = b.row + t;
-    // A plain row costs about two panel rows.
-    Spread spread(ahead_of(b, next, t + height, tall), ldc + 2 * x.plain);
+    Spread spread(ahead_of(b, next, t + height, tall), ldc ? ldc : 2 * x.plain);
     const float* r[kTall];
     if constexpr (sizeof(W) == 4) {
       std::memcpy(r, rows, height * sizeof(r[0]));
@@ -140,9 +139,8 @@ void block_product(const Block<W>& b, const Block<W>* next, const Tokens& x, int
                c + t * ldc + (m - x.from), ldc);
       m += vectors * kLanes;
     }
-    // Next to panels the rows are in the first cache as float32.
-    if (ldc) plain_rows(r, x, depth, spread, row_c + t);
-    else plain_rows(rows, x, depth, spread, row_c + t);
+    if (!ldc) plain_rows(rows, x, depth, spread, row_c + t);
+    else if (x.plain) dot_near(r, height, x.rows, depth, x.plain, depth, row_c + t, kBlockRows);
   }
 }
 

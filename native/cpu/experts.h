@@ -17,7 +17,7 @@ using ascend_deep_cpu::kMaxPanelRows;
 using ascend_deep_cpu::WeightView;
 
 // Hidden units, or output columns, for which plain rows are multiplied at a time if weights have stride 1 along n.
-constexpr int64_t kSpan = 512;
+constexpr int64_t kSpan = 480;
 static_assert(kSpan % kHiddenBlock == 0 && kSpan % kOutBlock == 0 && kSpan * 2 >= kBlockRows, "whole blocks");
 
 // The per-thread scratch, in floats.

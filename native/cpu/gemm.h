@@ -119,6 +119,70 @@ void dot8(const W* const* rows, const float* x, int64_t ldx, int64_t tokens, int
   }
 }
 
+// Sums of N products, N = R * M, in order; N need not be a multiple of kAcc. Destroys acc.
+template <int R, int M>
+AD_INLINE void store_dots(Vec* acc, float* c, int64_t ldc) {
+  constexpr int kAll = (R * M + kAcc - 1) / kAcc * kAcc;
+  float sums[kAll];
+#pragma GCC unroll 8
+  for (int i = 0; i < kAll; i += kAcc) lane_sums<static_cast<int>(kAcc)>(acc + i, sums + i);
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) std::memcpy(c + m * ldc, sums + m * R, R * sizeof(float));
+}
+
+template <int R, int M>
+AD_INLINE void near_tile(const float* const* rows, const float* x, int64_t ldx, int64_t depth, float* c, int64_t ldc) {
+  const float* r[R];
+  for (int j = 0; j < R; ++j) r[j] = rows[j];
+  Vec acc[(R * M + kAcc - 1) / kAcc * kAcc] = {};
+  int64_t k = 0;
+#pragma GCC unroll 2
+  for (; k + kLanes <= depth; k += kLanes) {
+    Vec xv[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) xv[m] = load(x + m * ldx + k);
+#pragma GCC unroll 8
+    for (int j = 0; j < R; ++j) {
+      const Vec w = load(r[j] + k);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) acc[m * R + j] += w * xv[m];
+    }
+  }
+  if (k < depth) {
+    for (int j = 0; j < R; ++j) {
+      const Vec w = load_n(r[j] + k, depth - k);
+      for (int m = 0; m < M; ++m) acc[m * R + j] += w * load_n(x + m * ldx + k, depth - k);
+    }
+  }
+  store_dots<R, M>(acc, c, ldc);
+}
+
+template <int R>
+void near_rows(const float* const* rows, const float* x, int64_t ldx, int64_t tokens, int64_t depth, float* c,
+               int64_t ldc) {
+  constexpr int64_t kMost = kLanes == 16 ? 4 : 3;  // tokens at a time: R * kMost sums and their factors in registers
+  const int64_t parts = (tokens + kMost - 1) / kMost;
+  for (int64_t p = 0; p < parts; ++p) {
+    const int64_t from = tokens * p / parts, count = tokens * (p + 1) / parts - from;
+    const float* xp = x + from * ldx;
+    float* cp = c + from * ldc;
+    if (count == 4) near_tile<R, kMost>(rows, xp, ldx, depth, cp, ldc);
+    else if (count == 3) near_tile<R, 3>(rows, xp, ldx, depth, cp, ldc);
+    else if (count == 2) near_tile<R, 2>(rows, xp, ldx, depth, cp, ldc);
+    else near_tile<R, 1>(rows, xp, ldx, depth, cp, ldc);
+  }
+}
+
+// c[m][j] as dot8, to the last bit, of rows that a product with panels has just brought near: nothing is prefetched, and
+// more tokens are taken at a time, because the second cache is what they wait for.
+inline void dot_near(const float* const* rows, int64_t height, const float* x, int64_t ldx, int64_t tokens,
+                     int64_t depth, float* c, int64_t ldc) {
+  for (int64_t j = 0; j < height; j += height / 2) {
+    if (height == kTile) near_rows<kTile / 2>(rows + j, x, ldx, tokens, depth, c + j, ldc);
+    else near_rows<kTall / 2>(rows + j, x, ldx, tokens, depth, c + j, ldc);
+  }
+}
+
 template <int R, int MV, int SK>
 AD_INLINE void outer_tile(const float* const* rows, const float* panel, int64_t depth, bool add, const Ahead& ahead,
                           float* c, int64_t ldc) {
@@ -163,13 +227,14 @@ AD_INLINE void outer_tile(const float* const* rows, const float* panel, int64_t 
   }
 }
 
-// One panel: vectors * kLanes tokens, [depth][vectors * kLanes], times kTile rows, or kTall if there are two vectors. SK
+// One panel: vectors * kLanes tokens, [depth][vectors * kLanes], times kTile rows, or kTall for up to two vectors. SK
 // is the stride of rows along k. `add`: onto c.
 template <int SK>
 void outer(const float* const* rows, int64_t height, const float* panel, int64_t vectors, int64_t depth, bool add,
            Ahead ahead, float* c, int64_t ldc) {
   if constexpr (kTall > kTile) {
-    if (height == kTall) return outer_tile<kTall, 2, SK>(rows, panel, depth, add, ahead, c, ldc);
+    if (height == kTall && vectors == 2) return outer_tile<kTall, 2, SK>(rows, panel, depth, add, ahead, c, ldc);
+    if (height == kTall) return outer_tile<kTall, 1, SK>(rows, panel, depth, add, ahead, c, ldc);
   }
   for (int64_t j = 0; j < kTile; j += kAcc) {
     if (vectors == 3) outer_tile<kAcc, 3, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);

@@ -57,7 +57,7 @@ def test_more_rows_than_are_packed_at_a_time(each_isa: str, layout: str) -> None
 
 @pytest.mark.parametrize("rows", range(1, 70))
 def test_every_number_of_rows_of_an_expert(each_isa: str, rows: int) -> None:
-    call = make(torch.Generator().manual_seed(rows), tokens=rows + 2, hidden=40, inter=24, experts=2, topk=1)
+    call = make(torch.Generator().manual_seed(rows), tokens=rows + 2, hidden=60, inter=72, experts=2, topk=1)
     call.idx.fill_(0)
     call.idx[-2:] = 1
     assert_right(call)
