@@ -4,11 +4,12 @@ Every (token, expert) pair becomes a row on the rank of the expert. Rows of an e
 by token. Two layouts:
 
 * ``"padded"``: recv_x [E/R, R M, H], each expert's rows from the front of its block (masked grouped products);
-* ``"flat"``: recv_x [R M min(K, E/R), H], one expert after the other without gaps, as torch_npu's MC2 has it.
+* ``"flat"``: recv_x [R M min(K, E/R), H], one expert after the other without gaps, as torch_npu's ops have it.
 
 Rows behind the last are zero. ``recv_count`` i32 [E/R] rows of each expert; ``src_info`` i32 token of each row at its
-source, -1 for none; ``layout_range`` i64 [E/R, R]: first row << 32 | number of rows of each source rank; ``aux`` i32
-holds what a library's combine wants besides (the vendor's on NPUs, nothing elsewhere).
+source, -1 for none; ``layout_range`` i64 [E/R, R]: first row << 32 | number of rows of each source rank. On NPUs the
+flat layout is the vendor's alone: ``src_info`` and ``layout_range`` say nothing there, ``aux`` i32 has what the
+vendor's combine wants (elsewhere it is empty), and a call that the vendor does not take is an error.
 
 ``quant="fp8"``: rows are quantised before they travel, e4m3 with one f32 scale per 128 columns, max(amax, 1e-4) / 448;
 recv_sf has shape recv_x.shape[:-1] + [H / 128].
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import low_latency
+from ascend_deep.native.torch_npu.parallel import aux_size
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import ll_dispatch_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -105,13 +107,6 @@ def _check_args(
         )
 
 
-def aux_size(x: Tensor, topk_idx: Tensor, rows: Any, layout: str) -> Any:
-    """What the vendor's op on NPUs keeps for its combine: 128 numbers a row, or one a choice, whichever is more."""
-    if x.device.type != "npu" or layout != "flat":
-        return 0
-    return torch.sym_max(topk_idx.shape[0] * topk_idx.shape[1], rows * 128)
-
-
 def _fake(
     x: Tensor,
     topk_idx: Tensor,
@@ -137,7 +132,9 @@ def _fake(
         x.new_empty(local, dtype=torch.int32),
         x.new_empty(shape, dtype=torch.int32),
         x.new_empty((local, group_size), dtype=torch.int64),
-        x.new_empty(aux_size(x, topk_idx, shape[0], layout), dtype=torch.int32),
+        x.new_empty(
+            aux_size(shape[0], num_experts) if x.device.type == "npu" and layout == "flat" else 0, dtype=torch.int32
+        ),
     )
 
 

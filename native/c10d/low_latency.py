@@ -12,7 +12,7 @@ from torch import Tensor
 from ascend_deep.native.c10d.plan import compaction, gather_rows
 from ascend_deep.native.c10d.transport import exchange, require_group
 
-__all__ = ["ll_combine", "ll_dispatch", "ll_rows"]
+__all__ = ["flat_problem", "ll_combine", "ll_dispatch", "ll_rows"]
 
 _FP8 = torch.float8_e4m3fn
 
@@ -20,6 +20,20 @@ _FP8 = torch.float8_e4m3fn
 def ll_rows(ranks: int, max_tokens: int, topk: int, local_experts: int) -> int:
     """Rows of the flat layout: every token of every rank on as many local experts as it can."""
     return ranks * max_tokens * min(topk, local_experts)
+
+
+def refuse_flat(op: str, x: Tensor, layout: str) -> None:
+    """Raise where rows lie in the vendor's layout, whose handle only the vendor can read."""
+    problem = flat_problem(x, layout)
+    if problem is not None:
+        raise ValueError(f"{op}: {problem}")
+
+
+def flat_problem(x: Tensor, layout: str) -> str | None:
+    """Why this engine does not serve ``layout`` on the device of ``x``; ``None`` if it does."""
+    if x.device.type == "npu" and layout == "flat":
+        return "layout is 'flat', which on NPUs the vendor's ops serve, and they refuse this call; use 'padded'."
+    return None
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +69,7 @@ def ll_dispatch(
     """As the op says."""
     ranks, most, experts = int(group_size), int(max_tokens_per_rank), int(num_experts)
     require_group("ll_dispatch", group, ranks)
+    refuse_flat("ll_dispatch", x, layout)
     local_experts = experts // ranks
     tokens, topk = topk_idx.shape
     slot = _by_expert(topk_idx, experts, most)
@@ -120,6 +135,7 @@ def ll_combine(
     """As the op says."""
     ranks, most, experts = int(group_size), int(max_tokens_per_rank), int(num_experts)
     require_group("ll_combine", group, ranks)
+    refuse_flat("ll_combine", y, layout)
     local_experts = experts // ranks
     begins, counts = layout_range >> 32, layout_range & 0xFFFFFFFF
     slot = torch.arange(most, device=y.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ascend_deep.native._provider import Provider
 from ascend_deep.native.c10d import low_latency, normal
@@ -18,8 +19,8 @@ def _unavailable() -> str | None:
     return None if dist.is_available() else "this torch was built without torch.distributed."
 
 
-def _limits(*_: Any, group_size: int, group: str, **__: Any) -> str | None:
-    return group_problem(group, int(group_size))
+def _limits(first: Tensor, *_: Any, group_size: int, group: str, layout: str = "", **__: Any) -> str | None:
+    return low_latency.flat_problem(first, layout) or group_problem(group, int(group_size))
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {

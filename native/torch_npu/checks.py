@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ascend_deep.native.torch_npu import checks_attention, checks_gemm, checks_moe, rows
+from ascend_deep.native.torch_npu import checks_attention, checks_gemm, checks_moe, checks_parallel, rows
 from ascend_deep.native.torch_npu._call import Call, Refused, Spec
 from ascend_deep.native.torch_npu.soc import Target
 
 __all__ = ["CHECKS", "Spec", "refusal"]
 
-CHECKS: Mapping[str, Callable[..., None]] = {**checks_moe.CHECKS, **checks_gemm.CHECKS, **checks_attention.CHECKS}
+CHECKS: Mapping[str, Callable[..., None]] = {
+    **checks_moe.CHECKS,
+    **checks_gemm.CHECKS,
+    **checks_attention.CHECKS,
+    **checks_parallel.CHECKS,
+}
 
 
 def refusal(op: str, target: Target, *args: Any, **kwargs: Any) -> str | None:

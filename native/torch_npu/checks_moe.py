@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -187,29 +186,6 @@ def _clipped_swiglu(
     c.need(limit > 0, f"takes a limit above 0, not {limit}")
 
 
-def _moe_distribute_dispatch_v2(
-    c: Call,
-    x: T,
-    expert_ids: T,
-    group_ep: str,
-    ep_world_size: int,
-    ep_rank_id: int,
-    moe_expert_num: int,
-    *,
-    shared_expert_rank_num: int = 0,
-    **_: Any,
-) -> None:
-    c.rank("x", x, 2)
-    c.rank("expert_ids", expert_ids, 2)
-    c.within("dtypes", x.dtype, "x")
-    c.dtype("expert_ids", expert_ids, torch.int32)
-    c.same("the rows of expert_ids", expert_ids.shape[0], "the rows of x", x.shape[0])
-    c.need(0 <= ep_rank_id < ep_world_size, f"takes a rank below {ep_world_size}, not {ep_rank_id}")
-    ranks = ep_world_size - shared_expert_rank_num
-    c.need(ranks >= 1, f"needs ranks for routed experts, and all {ep_world_size} hold shared ones")
-    c.need(moe_expert_num % ranks == 0, f"takes experts that divide over the {ranks} ranks, not {moe_expert_num}")
-
-
 CHECKS: Mapping[str, Callable[..., None]] = {
     "npu_moe_gating_top_k": _moe_gating_top_k,
     "npu_moe_gating_top_k_softmax_v2": _moe_gating_top_k_softmax_v2,
@@ -218,5 +194,4 @@ CHECKS: Mapping[str, Callable[..., None]] = {
     "npu_swiglu": _swiglu,
     "npu_swiglu_backward": _swiglu_backward,
     "npu_clipped_swiglu": _clipped_swiglu,
-    "npu_moe_distribute_dispatch_v2": _moe_distribute_dispatch_v2,
 }

@@ -24,6 +24,7 @@ from ascend_deep.native.torch_npu import (
     gemm_grouped,
     gemm_k_grouped,
     indexer,
+    parallel,
     permute,
     quantise,
     routing,
@@ -113,6 +114,8 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
     "quant_fp8": (quantise.quant_fp8, quantise.quant_limits),
     "swiglu_quant": (quantise.swiglu_quant, quantise.swiglu_quant_limits),
     "mqa_topk": (indexer.mqa_topk, indexer.limits),
+    "ll_dispatch": (parallel.ll_dispatch, parallel.dispatch_limits),
+    "ll_combine": (parallel.ll_combine, parallel.combine_limits),
     "sparse_mqa_attention": (attention.sparse_mqa_attention, attention.limits),
 }
 
@@ -122,5 +125,5 @@ TORCH_NPU = Provider(
     unavailable=_unavailable,
     kernels={op: _guarded(op, kernel) for op, (kernel, _) in _FAMILIES.items()},
     limits={op: _limited(op, limit) for op, (_, limit) in _FAMILIES.items()},
-    version="2",
+    version="3",
 )

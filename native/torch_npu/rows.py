@@ -19,6 +19,9 @@ __all__ = ["ROWS", "Row", "limit", "sources"]
 
 A2_A3 = ("910b", "910_93")
 A5 = ("950pr", "950dt")
+A2 = ("910b",)
+A3_A5 = ("910_93", *A5)
+_PARALLEL = ("910b", "910_93", "950dt")
 _F16, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
 _FLOATS = (_F16, _BF16, _F32)
 _FP8 = torch.float8_e4m3fn
@@ -61,6 +64,8 @@ _QMM = "torch_npu 2.13, npu_quant_matmul"
 _QMM5 = "aclnnQuantMatmulV5, constraints on the Ascend 950"
 _MXQ = "aclnnDynamicMxQuantV3"
 _DISPATCH = "aclnnMoeDistributeDispatchV2, constraints"
+_DISPATCH_NPU = "torch_npu 2.13, npu_moe_distribute_dispatch_v2"
+_COMBINE = "aclnnMoeDistributeCombineV2, constraints"
 
 ROWS: tuple[Row, ...] = (
     Row("npu_moe_gating_top_k", "products", FAMILIES, "aclnnMoeGatingTopK, supported products"),
@@ -162,8 +167,38 @@ ROWS: tuple[Row, ...] = (
     Row("npu_dynamic_mx_quant", "float32_size_min", 32, _MXQ, A5),
     # Before it the call runs an older kernel, which ignores the bound and says nothing.
     Row("npu_dynamic_mx_quant", "low_bound", True, f"{_MXQ}, first in ops-nn 9.2.0-beta.1", A5, since="9.2.0.beta1"),
-    Row("npu_moe_distribute_dispatch_v2", "products", FAMILIES, _DISPATCH),
+    # An earlier release of these two documents names the 950PR as well, the current one does not.
+    Row("npu_moe_distribute_dispatch_v2", "products", _PARALLEL, "aclnnMoeDistributeDispatchV2, supported products"),
     Row("npu_moe_distribute_dispatch_v2", "dtypes", (_F16, _BF16), _DISPATCH),
+    Row("npu_moe_distribute_dispatch_v2", "ranks", (16, 32, 64, 128, 256), _DISPATCH_NPU, A2),
+    Row("npu_moe_distribute_dispatch_v2", "ranks", tuple(range(2, 769)), _DISPATCH, A3_A5),
+    Row("npu_moe_distribute_dispatch_v2", "experts_max", 1024, _DISPATCH),
+    Row("npu_moe_distribute_dispatch_v2", "local_experts_max", 24, _DISPATCH_NPU, A2),
+    Row("npu_moe_distribute_dispatch_v2", "hidden_max", 7168, _DISPATCH, A2),
+    Row("npu_moe_distribute_dispatch_v2", "hidden_multiple", 32, _DISPATCH, A2),
+    Row("npu_moe_distribute_dispatch_v2", "hidden_min", 1024, _DISPATCH, A3_A5),
+    Row("npu_moe_distribute_dispatch_v2", "hidden_max", 8192, _DISPATCH, A3_A5),
+    Row("npu_moe_distribute_dispatch_v2", "tokens_max", 256, _DISPATCH, A2),
+    Row("npu_moe_distribute_dispatch_v2", "tokens_max", 512, _DISPATCH, A3_A5),
+    Row("npu_moe_distribute_dispatch_v2", "topk_max", 16, _DISPATCH),
+    Row("npu_moe_distribute_dispatch_v2", "mask_dims", (1,), _DISPATCH, A2),
+    Row("npu_moe_distribute_dispatch_v2", "mask_dims", (1, 2), _DISPATCH, A3_A5),
+    Row("npu_moe_distribute_combine_v2", "products", _PARALLEL, "aclnnMoeDistributeCombineV2, supported products"),
+    Row("npu_moe_distribute_combine_v2", "dtypes", (_F16, _BF16), _COMBINE),
+    Row("npu_moe_distribute_combine_v2", "ranks", (*range(2, 9), 16, 32, 64, 128, 192, 256, 384), _COMBINE, A2),
+    Row("npu_moe_distribute_combine_v2", "ranks", tuple(range(2, 769)), _COMBINE, ("910_93",)),
+    Row("npu_moe_distribute_combine_v2", "ranks", tuple(range(2, 1025)), _COMBINE, A5),
+    Row("npu_moe_distribute_combine_v2", "experts_max", 1024, _COMBINE),
+    Row("npu_moe_distribute_combine_v2", "hidden_max", 10240, _COMBINE, A2),
+    Row("npu_moe_distribute_combine_v2", "hidden_multiple", 32, _COMBINE, A2),
+    Row("npu_moe_distribute_combine_v2", "hidden_min", 1024, _COMBINE, A3_A5),
+    Row("npu_moe_distribute_combine_v2", "hidden_max", 8192, _COMBINE, A3_A5),
+    Row("npu_moe_distribute_combine_v2", "tokens_max", 256, _COMBINE, A2),
+    Row("npu_moe_distribute_combine_v2", "tokens_max", 512, _COMBINE, A3_A5),
+    Row("npu_moe_distribute_combine_v2", "topk_max", 16, _COMBINE),
+    Row("npu_moe_distribute_combine_v2", "mask_dims", (1,), _COMBINE, A2),
+    Row("npu_moe_distribute_combine_v2", "mask_dims", (1, 2), _COMBINE, A3_A5),
+    Row("npu_moe_distribute_combine_v2", "needs_expand_scales", True, _COMBINE, A2),
 )
 
 _BY_NAME: Mapping[tuple[str, str], tuple[Row, ...]] = {

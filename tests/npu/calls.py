@@ -64,8 +64,15 @@ def valid(op: str, family: str) -> Call:
         return {"x1": spec(torch.int8, 8, 64), "x2": spec(torch.int8, 64, 32), "scale": spec(F32, 32)}
     if op == "npu_dynamic_mx_quant":
         return {"input": spec(BF16, 7, 96), "dst_type": 292, "scale_alg": 1}
+    group = {"group_ep": "g", "ep_world_size": 16, "ep_rank_id": 3, "moe_expert_num": 64, "global_bs": 128}
+    if op == "npu_moe_distribute_combine_v2":
+        rows, tail = 16 * 8 * 4, {"expand_scales": spec(F32, 512)} if family == "910b" else {}
+        info = {"assist_info_for_combine": spec(I32, rows * 128), "ep_send_counts": spec(I32, 64)}
+        return {
+            "expand_x": spec(BF16, rows, 7168), "expert_ids": spec(I32, 8, 8), **info,
+            "expert_scales": spec(F32, 8, 8), **group, **tail,
+        }  # fmt: skip
     assert op == "npu_moe_distribute_dispatch_v2", (op, new)
-    group = {"group_ep": "g", "ep_world_size": 16, "ep_rank_id": 3, "moe_expert_num": 64}
     return {"x": spec(BF16, 8, 7168), "expert_ids": spec(I32, 8, 8), **group}
 
 
@@ -173,8 +180,42 @@ def _attention(dtype: torch.dtype) -> Call:
 LI, QLI, SFA = "npu_lightning_indexer", "npu_quant_lightning_indexer", "npu_sparse_flash_attention"
 GATE, GATE2, INIT = "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax_v2", "npu_moe_init_routing_v2"
 FINAL, GMM, CLIP = "npu_moe_finalize_routing", "npu_grouped_matmul", "npu_clipped_swiglu"
-BACK, QMM, DISPATCH = "npu_swiglu_backward", "npu_quant_matmul", "npu_moe_distribute_dispatch_v2"
+BACK, QMM = "npu_swiglu_backward", "npu_quant_matmul"
+DISPATCH, COMBINE = "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"
 MXQ = "npu_dynamic_mx_quant"
+
+
+def _ranks(count: int) -> Call:
+    # As many experts as there are ranks: all other limits are far away.
+    return {"ep_world_size": count, "moe_expert_num": count, "global_bs": 0}
+
+
+def _sides(make: Callable[[int], Call], last: int, step: int) -> tuple[Call, Call]:
+    return make(last), make(last + step)
+
+
+def _columns(hidden: int) -> Call:
+    return {"x": spec(BF16, 8, hidden)}
+
+
+def _tokens(count: int) -> Call:
+    return {"x": spec(BF16, count, 7168), "expert_ids": spec(I32, count, 8), "global_bs": count * 16}
+
+
+def _back_columns(hidden: int) -> Call:
+    return {"expand_x": spec(BF16, 512, hidden)}
+
+
+def _back_tokens(count: int) -> Call:
+    return {"expert_ids": spec(I32, count, 8), "expert_scales": spec(F32, count, 8), "global_bs": count * 16}
+
+
+def _masks(family: str) -> tuple[Call, Call]:
+    flat, each, more = (spec(torch.bool, *shape) for shape in ((8,), (8, 8), (8, 8, 1)))
+    return ({"x_active_mask": flat}, {"x_active_mask": each}) if family == "910b" else (
+        {"x_active_mask": each}, {"x_active_mask": more}
+    )  # fmt: skip
+
 
 # (op, limit) -> what to change so that the call is just inside, and just outside. A function gets the processor family.
 SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
@@ -248,6 +289,30 @@ SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
     (MXQ, "float32_block_size"): lambda f: ({"input": spec(F32, 7, 96)}, {"input": spec(F32, 7, 96), "block_size": 64}),
     (MXQ, "float32_size_min"): lambda f: ({"input": spec(F32, 7, 32)}, {"input": spec(F32, 7, 31)}),
     (DISPATCH, "dtypes"): lambda f: ({"x": spec(F16, 8, 7168)}, {"x": spec(F32, 8, 7168)}),
+    (DISPATCH, "ranks"): lambda f: (_ranks(256), _ranks(512)) if f == "910b" else (_ranks(768), _ranks(769)),
+    (DISPATCH, "experts_max"): lambda f: (
+        ({"moe_expert_num": 1024, "ep_world_size": 64, "global_bs": 0}, {"moe_expert_num": 1088, "ep_world_size": 64})
+    ),
+    (DISPATCH, "local_experts_max"): lambda f: ({"moe_expert_num": 384}, {"moe_expert_num": 400}),
+    (DISPATCH, "hidden_max"): lambda f: _sides(_columns, 7168 if f == "910b" else 8192, 32),
+    (DISPATCH, "hidden_multiple"): lambda f: (_columns(7136), _columns(7152)),
+    (DISPATCH, "hidden_min"): lambda f: (_columns(1024), _columns(1008)),
+    (DISPATCH, "tokens_max"): lambda f: _sides(_tokens, 256 if f == "910b" else 512, 1),
+    (DISPATCH, "topk_max"): lambda f: ({"expert_ids": spec(I32, 8, 16)}, {"expert_ids": spec(I32, 8, 17)}),
+    (DISPATCH, "mask_dims"): lambda f: _masks(f),
+    (COMBINE, "dtypes"): lambda f: ({"expand_x": spec(F16, 512, 7168)}, {"expand_x": spec(F32, 512, 7168)}),
+    (COMBINE, "ranks"): lambda f: _sides(_ranks, {"910b": 384, "910_93": 768}.get(f, 1024), 1),
+    (COMBINE, "experts_max"): lambda f: ({"moe_expert_num": 1024}, {"moe_expert_num": 1040}),
+    (COMBINE, "hidden_max"): lambda f: _sides(_back_columns, 10240 if f == "910b" else 8192, 32),
+    (COMBINE, "hidden_multiple"): lambda f: (_back_columns(7136), _back_columns(7152)),
+    (COMBINE, "hidden_min"): lambda f: (_back_columns(1024), _back_columns(1008)),
+    (COMBINE, "tokens_max"): lambda f: _sides(_back_tokens, 256 if f == "910b" else 512, 1),
+    (COMBINE, "topk_max"): lambda f: (
+        {"expert_ids": spec(I32, 8, 16), "expert_scales": spec(F32, 8, 16)},
+        {"expert_ids": spec(I32, 8, 17), "expert_scales": spec(F32, 8, 17)},
+    ),
+    (COMBINE, "mask_dims"): lambda f: _masks(f),
+    (COMBINE, "needs_expand_scales"): lambda f: ({"expand_scales": spec(F32, 512)}, {"expand_scales": None}),
 }
 
 # The calls that the vendor's own fakes accept, all but the last: what is wrong, op, arguments.
