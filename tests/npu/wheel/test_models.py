@@ -147,11 +147,28 @@ def test_the_graph_engine_gets_the_vendors_ops_and_whole_edges(family: str, proc
     product = next(n for n in graph.nodes if n.type == "GroupedMatmul")
     attributes = dict(product.attributes)
     assert (attributes["split_item"], attributes["group_type"], attributes["group_list_type"]) == ("3", "0", "1")
+    # Rows, counts and the map back all come from the routing, by way of two products and one activation.
+    types = {n.name: n.type for n in graph.nodes}
+    fed = {n.name: {e.name: (types[e.source], e.index) for e in n.inputs if e is not None} for n in graph.nodes}
+    first, second = (fed[n.name] for n in graph.nodes if n.type == "GroupedMatmul")
+    assert first["x0"] == ("MoeInitRoutingV3", 0)
+    assert first["group_list"] == second["group_list"] == ("MoeInitRoutingV3", 2)
+    assert fed[node.name]["expanded_row_idx"] == ("MoeInitRoutingV3", 1)
 
 
 def _baseline(graph: Emitted) -> dict[str, Any]:
-    """What of a graph is compared: every op type with its count, and the vendor's fused ops with their attributes."""
-    vendor = [{"type": n.type, "attributes": dict(n.attributes)} for n in graph.nodes if n.type in OURS]
+    """What of a graph is compared: every op type with its count; the vendor's fused ops, their attributes and edges."""
+    types = {n.name: n.type for n in graph.nodes}
+    vendor = [
+        {
+            "type": n.type,
+            "attributes": dict(n.attributes),
+            # Which output of which kind of op feeds which input.
+            "inputs": {e.name: f"{types[e.source]}:{e.index}" for e in n.inputs if e is not None},
+        }
+        for n in graph.nodes
+        if n.type in OURS
+    ]
     return {"ops": dict(sorted(torchair_graph.counts(graph.nodes).items())), "fused": vendor}
 
 
