@@ -28,6 +28,7 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "swiglu_quant": ("ascend_deep.passes.swiglu_quant", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),
     "grouped_mm": ("ascend_deep.passes.grouped_mm", "RECOGNISER"),
+    "grouped_loop": ("ascend_deep.passes.grouped_loop", "RECOGNISER"),
     "quantise": ("ascend_deep.passes.quantise", "RECOGNISER"),
     "fp8_linear": ("ascend_deep.passes.fp8_linear", "RECOGNISER"),
     "scaled_mm": ("ascend_deep.passes.fp8_linear", "SCALED_MM"),
@@ -69,7 +70,7 @@ def is_candidate(node: fx.Node, names: Collection[str] = ()) -> bool:
         return True
     if any(n in ("fp8_linear", "quantise", "swiglu_quant") for n in names) and _reads_fp8(node, name):
         return True
-    return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul", "scaled_mm"))
+    return any(_is_product(node, n) for n in names if n in ("linear", "upcast_matmul", "scaled_mm", "grouped_loop"))
 
 
 def products(gm: fx.GraphModule, names: Collection[str]) -> dict[str, int]:
@@ -85,6 +86,9 @@ def _is_product(node: fx.Node, recogniser: str) -> bool:
     """A product of bfloat16 tensors (``linear``), or of one that was converted just before (``upcast_matmul``)."""
     if recogniser == "scaled_mm":
         return node.op == "call_function" and _call_name(node) == "_scaled_mm"
+    if recogniser == "grouped_loop":
+        joined = node.all_input_nodes if _call_name(node) in ("stack", "cat", "concat") else []
+        return len(joined) > 1 and all(_is_product(n, "linear") for n in joined)
     if node.op not in ("call_function", "call_method") or _call_name(node) not in _PRODUCTS:
         return False
     operands = node.all_input_nodes[:2]

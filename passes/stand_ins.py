@@ -33,9 +33,14 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``aten._grouped_mm`` with a [S, k], b [E, k, n]: rows up to ``offs[-1]`` are products, the rest NaN."""
-    if a.dim() != 2 or b.dim() != 3 or bias is not None:
-        raise ValueError("only [S, k] × [E, k, n] grouped products without bias run here")
+    """``aten._grouped_mm`` with a [S, k], b [E, k, n]: rows up to ``offs[-1]`` are products, the rest NaN; or with
+    a [m, S], b [S, n]: sums over the rows of each group [E, m, n]."""
+    if a.dim() != 2 or bias is not None:
+        raise ValueError("only [S, k] × [E, k, n] and [m, S] × [S, n] grouped products without bias run here")
+    if b.dim() == 2:
+        starts = [0, *offs.tolist()[:-1]]
+        sums = [a[:, s:e] @ b[s:e] for s, e in zip(starts, offs.tolist(), strict=True)]
+        return torch.stack(sums).to(out_dtype or a.dtype)
     return _by_group(a, b, offs, float("nan")).to(out_dtype or a.dtype)
 
 
