@@ -8,6 +8,8 @@ and a call with other sizes compiles anew.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -21,28 +23,47 @@ _GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 def agree(graph: fx.Graph) -> bool:
     """Add the guards that tokens, ids and weights have equally many rows. Returns whether any were added.
 
-    Only in a graph with grouped products and one tensor of ids [T, K] among its inputs, for inputs [T', K] and [T'', H]
-    whose T' and T'' are other symbols with the same value now, where H is a size of the experts' weights.
+    Only in a graph with one tensor of ids [T, K] among its inputs and with grouped products or two tensors [E, ..] with
+    more experts than a token has choices, for inputs [T', K'] and [T'', H] whose sizes are other symbols with the same
+    value now, where H is a size of the experts' weights.
     """
-    if not any(op_name(n) in _GROUPED for n in graph.nodes):
-        return False
-    inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
     ids = [v for v in tensors if _is_matrix(v) and v.dtype in (torch.int64, torch.int32)]
+    stored = [v for v in tensors if v.dim() == 3 and v.is_floating_point() and isinstance(v.shape[0], int)]
     if len(ids) != 1:
         return False
     (idx,) = ids
-    widths = {int(s) for v in tensors if v.dim() == 3 for s in v.shape[1:] if isinstance(s, int)}
+    stacks = [v for v in stored if _hint(idx.shape[1]) < v.shape[0]]
+    if not any(op_name(n) in _GROUPED for n in graph.nodes) and not _pair(stacks):
+        return False
+    widths = {int(s) for v in stored for s in v.shape[1:] if isinstance(s, int)}
     found = False
     for value in tensors:
-        fits = _is_matrix(value) and value.is_floating_point()
-        if fits and (value.shape[1] == idx.shape[1] or int(value.shape[1]) in widths):
+        if not _is_matrix(value) or not value.is_floating_point():
+            continue
+        if _hint(value.shape[1]) == _hint(idx.shape[1]):  # weights
+            found |= _equal(idx.shape[0], value.shape[0]) | _equal(idx.shape[1], value.shape[1])
+        elif isinstance(value.shape[1], int) and value.shape[1] in widths:
             found |= _equal(idx.shape[0], value.shape[0])
     return found
 
 
+def _pair(stacks: Sequence[torch.Tensor]) -> bool:
+    """Whether two stacks have the same number of experts."""
+    counts = [v.shape[0] for v in stacks]
+    return len(set(counts)) < len(counts)
+
+
+def _hint(size: torch.SymInt | int) -> int:
+    """A size as it is now; -1 if that is not known."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else -1
+    return size
+
+
 def _is_matrix(value: torch.Tensor) -> bool:
-    return value.dim() == 2 and isinstance(value.shape[0], torch.SymInt) and isinstance(value.shape[1], int)
+    return value.dim() == 2 and isinstance(value.shape[0], torch.SymInt)
 
 
 def _equal(a: torch.SymInt | int, b: torch.SymInt | int) -> bool:

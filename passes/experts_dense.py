@@ -27,7 +27,7 @@ from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.normal_form import Term
 from ascend_deep.passes.region import Region, slice_region
 
-__all__ = ["cut_dense", "distinct_ids", "is_weighed"]
+__all__ = ["choices", "cut_dense", "distinct_ids", "is_weighed", "per_token"]
 
 # Functions of one score that may stand between the scatter of the chosen scores and the experts.
 _SCORE_CALLS = frozenset({"aten.sigmoid", "aten._to_copy", "aten.tanh", "aten.exp", "aten.relu"})
@@ -81,8 +81,8 @@ def _cut_pair(view: GraphView, name: str, pair: Pair) -> Sequence[Region] | Refu
     cuts: list[Region | Refusal] = []
     if dispatch is None:
         for ids, weights, chain in _leaves(view, scores, tokens, experts):
-            slots = 1 if ids.numel == tokens else ids.shape[-1]
-            if not isinstance(slots, int):
+            slots = choices(ids, tokens)
+            if slots is None:
                 continue
             more = {"kind": "dense", "slots": slots, "score": json.dumps(chain)}
             more["repeats"] = not distinct_ids(ids, slots)
@@ -232,7 +232,7 @@ def _leaves(view: GraphView, scores: Term, tokens: Any, experts: Any) -> Iterato
     if scattered is not None:
         yield scattered
     terms = [t for t, _ in zip(scores.walk(), range(120), strict=False) if t.nodes and t is not scores]
-    ids = [t for t in terms if t.dtype in _ID_TYPES and _per_token(t, tokens, experts)]
+    ids = [t for t in terms if t.dtype in _ID_TYPES and per_token(t, tokens, experts)]
     found = 0
     for i in ids:
         for weights in terms:
@@ -245,11 +245,21 @@ def _leaves(view: GraphView, scores: Term, tokens: Any, experts: Any) -> Iterato
                 yield i, weights, []
 
 
-def _per_token(term: Term, tokens: Any, experts: Any) -> bool:
+def per_token(term: Term, tokens: Any, experts: Any) -> bool:
+    """True if ``term`` may hold the ids of one or more experts for each token. Their number may be symbolic."""
     if term.numel == tokens:
         return True
     last = term.shape[-1] if term.shape else None
-    return isinstance(last, int) and last < experts and term.numel == tokens * last
+    fits = last < experts if isinstance(last, int) else len(term.shape) == 2
+    return fits and bool(term.numel == tokens * last)
+
+
+def choices(ids: Term, tokens: Any) -> int | None:
+    """Experts per token as the hint ``slots`` says it: 0 for as many as ids [T, K] have columns, if K is symbolic."""
+    slots = 1 if ids.numel == tokens else ids.shape[-1]
+    if isinstance(slots, int):
+        return slots
+    return 0 if len(ids.shape) == 2 else None
 
 
 def _scattered(scores: Term, experts: Any) -> tuple[Term, Term, list[Any]] | None:

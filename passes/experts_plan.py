@@ -335,7 +335,9 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _ids(tokens: int, slots: int, experts: int, kind: str, generator: torch.Generator) -> Tensor:
     if kind == "repeated":
-        return torch.randint(0, experts, (tokens, slots), generator=generator)
+        drawn = torch.randint(0, experts, (tokens, slots), generator=generator)
+        drawn[0] = drawn[0, 0]  # few tokens may hold none by chance
+        return drawn
     if kind == "one":
         return torch.full((tokens, slots), int(torch.randint(0, experts, (1,), generator=generator)))
     if slots > experts:

@@ -26,7 +26,7 @@ from ascend_deep.passes import experts_family
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.experts_cut import between, bias_role, read_by, settle
-from ascend_deep.passes.experts_dense import distinct_ids
+from ascend_deep.passes.experts_dense import choices, distinct_ids, per_token
 from ascend_deep.passes.experts_products import Pair, Product, arrangements, below, divide, fused_product
 from ascend_deep.passes.experts_scores import prove_scores
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -138,7 +138,9 @@ class ExpertsUnrolled:
         found: list[Region] = []
         pairs = ((i, w) for i in ids for w in floats if w.numel == i.numel)
         for i, weights in itertools.islice(pairs, _MOST_TRIED):
-            slots = 1 if i.numel == tokens else i.shape[-1]
+            slots = choices(i, tokens)
+            if slots is None:
+                continue
             more = {"kind": "dense", "slots": slots, "score": json.dumps([]), "repeats": not distinct_ids(i, slots)}
             found += self._slices(view, outputs, {**known, "idx": i, "weights": weights}, {**hints, **more})
             if len(found) >= _MOST_REGIONS:
@@ -350,9 +352,7 @@ def _routing(
     for node in _above(view, out, stop):
         term = view.terms.term(node)
         if term.dtype in (torch.int64, torch.int32):
-            last = term.shape[-1] if term.shape else None
-            whole = isinstance(last, int) and last < experts and term.numel == tokens * last
-            if term.numel == tokens or whole:
+            if per_token(term, tokens, experts):
                 ids.setdefault(term.number, term)
         elif term.is_float and term.op not in ("Expand", "Mask"):
             floats.setdefault(term.number, term)

@@ -145,7 +145,7 @@ class Pipeline:
         matches: list[Match] = []
         misses: list[Miss] = []
         issued: dict[str, Certificate] = {}
-        if "experts_grouped" in active:
+        if any(name.startswith("experts_") for name in active):
             experts_alone.agree(captured.graph)
         for recogniser in catalogue.load(active):
             with self._timed("recognise"):

@@ -7,6 +7,7 @@ the numbers are ours. Nothing of it says that a call works on Ascend hardware.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -18,9 +19,10 @@ __all__ = ["start", "stubs_folder"]
 
 
 def stubs_folder() -> Path:
-    """One folder per user and checkout; the stand-ins in it are made again for another wheel."""
+    """One folder per user, checkout and worker; the stand-ins in it are made again for another wheel."""
     here = zlib.crc32(str(Path(__file__).resolve()).encode())
-    return Path(tempfile.gettempdir()) / f"ascend_deep_stubs_{here:x}"
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    return Path(tempfile.gettempdir()) / f"ascend_deep_stubs_{here:x}{worker}"
 
 
 def start(folder: Path) -> Stubs | None:
