@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ascend_deep import ops, testing
     from ascend_deep._explain import explain
+    from ascend_deep._huge_pages import HugePages, huge_pages
     from ascend_deep._parallelize import parallelize
     from ascend_deep._prepare import Prepared, load_quantized, prepare
     from ascend_deep.options import Options, OptionsError
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "HugePages",
     "Options",
     "OptionsError",
     "Prepared",
     "Report",
     "explain",
+    "huge_pages",
     "last_report",
     "load_quantized",
     "ops",
@@ -36,11 +39,13 @@ __all__ = [
 ]
 
 _HOME = {
+    "HugePages": "_huge_pages",
     "Options": "options",
     "OptionsError": "options",
     "Prepared": "_prepare",
     "Report": "report",
     "explain": "_explain",
+    "huge_pages": "_huge_pages",
     "last_report": "report",
     "load_quantized": "_prepare",
     "parallelize": "_parallelize",

@@ -35,6 +35,12 @@ def main(
     kernel: Annotated[bool, typer.Option(help="Measure the op alone.")] = True,
     model: Annotated[bool, typer.Option(help="Measure the whole model.")] = True,
     quick: Annotated[bool, typer.Option(help="Three turns, nothing compiled by Inductor.")] = False,
+    huge: Annotated[
+        bool,
+        typer.Option(
+            "--huge-pages", help="Put the tensors of all contenders in pages of 2 MB, see ascend_deep.huge_pages."
+        ),
+    ] = False,
     output: Annotated[str, typer.Option(help="table or json.")] = "table",
 ) -> None:
     """Measure, in one run and in turns, and print one table."""
@@ -62,7 +68,8 @@ def main(
             for d in dtype:
                 for t in tokens:
                     progress.update(task, description=f"{title}, {d}, {t} tokens")
-                    sections.setdefault(title, []).extend(measure(shape, d, t, 3 if quick else repeats, not quick))
+                    turns = 3 if quick else repeats
+                    sections.setdefault(title, []).extend(measure(shape, d, t, turns, not quick, huge=huge))
                     progress.advance(task)
     if output == "json":
         run = {"shape": asdict(shape), "threads": torch.get_num_threads(), "isa": isa()}

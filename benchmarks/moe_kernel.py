@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ascend_deep import ops
+from ascend_deep import huge_pages, ops
 from ascend_deep.native.cpu.provider import CPU, isa
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -171,14 +171,17 @@ def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def floor_probes(
-    dtypes: Iterable[torch.dtype],
+    dtypes: Iterable[torch.dtype], huge: bool = False
 ) -> tuple[dict[str, Callable[[], object]], Callable[[Mapping[str, list[float]], float, float], Floor]]:
     """Calls to time in turns with the contenders, and the function that makes the floor from their times.
 
-    The function takes the times by name, the bytes that the layer has to read and its floating-point operations.
+    The function takes the times by name, the bytes that the layer has to read and its floating-point operations. With
+    ``huge`` the probes, too, read from pages of 2 MB.
     """
     big = torch.randn(_READ)
     squares = {d: torch.randn(_SQUARE, _SQUARE).to(d) for d in dtypes}
+    if huge:
+        huge_pages([big, *squares.values()])
     probes: dict[str, Callable[[], object]] = {"floor: read": big.sum}
     probes |= {f"floor: {d}": partial(torch.matmul, m, m.t()) for d, m in squares.items()}
 
@@ -188,8 +191,8 @@ def floor_probes(
     return probes, make
 
 
-def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) -> list[Row]:
-    """Times every contender at one size, in turns with the two floors."""
+def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool, huge: bool = False) -> list[Row]:
+    """Times every contender at one size, in turns with the two floors; ``huge``: weights in pages of 2 MB for all."""
     dtype = DTYPES[name]
     torch._dynamo.reset()  # else the second size is compiled for any size
     generator = torch.Generator().manual_seed(tokens)
@@ -199,11 +202,13 @@ def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) 
 
     gate_up = (randn(shape.experts, 2 * shape.intermediate, shape.hidden) / shape.hidden**0.5).to(dtype)
     down = (randn(shape.experts, shape.hidden, shape.intermediate) / shape.intermediate**0.5).to(dtype)
+    if huge:
+        huge_pages([gate_up, down])
     x = randn(tokens, shape.hidden).to(dtype)
     weights, ids = randn(tokens, shape.experts).softmax(-1).topk(shape.topk)
     weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
 
-    probes, floor_of = floor_probes({torch.float32, dtype})
+    probes, floor_of = floor_probes({torch.float32, dtype}, huge)
     calls = dict(probes)
     gathered = tokens * shape.topk * shape.weights_per_expert() * x.element_size()
     for contender, function in contenders(shape, dtype, gate_up, down, compiled).items():

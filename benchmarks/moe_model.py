@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor, nn
 
+from ascend_deep import huge_pages
 from benchmarks.moe_kernel import DTYPES, MAX_GATHER_BYTES, Row, Shape, floor_probes, in_turns
 
 __all__ = ["LAYERS", "measure"]
@@ -62,14 +63,16 @@ def contenders(shape: Shape, dtype: torch.dtype, tokens: int, compiled: bool) ->
     return found
 
 
-def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool) -> list[Row]:
+def measure(shape: Shape, name: str, tokens: int, repeats: int, compiled: bool, huge: bool = False) -> list[Row]:
     """Times of a forward pass over ``tokens`` tokens, in the form of ``moe_kernel.measure``."""
     dtype = DTYPES[name]
     torch._dynamo.reset()
     ids = torch.randint(0, _VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(tokens))
     models = contenders(shape, dtype, tokens, compiled)
+    for model in models.values() if huge else ():
+        huge_pages(model)
     active: list[int] = []
-    probes, floor_of = floor_probes({torch.float32, dtype})
+    probes, floor_of = floor_probes({torch.float32, dtype}, huge)
     calls: dict[str, Callable[[], object]] = {**probes, **{n: partial(m, ids) for n, m in models.items()}}
     with torch.no_grad():
         truth = _logits(models["eager loop"].double()(ids))
