@@ -98,7 +98,8 @@ def _torch(imported: _Result | None = None) -> Check:
         inside = False
     if not inside:
         return Check("torch", "fail", f"{found}", f"ascend-deep is built and tested for torch {TORCH}.")
-    return Check("torch", "ok", result.output.strip() or found)
+    # Backends that torch loads by itself may print something before.
+    return Check("torch", "ok", (result.output.strip().splitlines() or [found])[-1])
 
 
 def _native() -> Check:

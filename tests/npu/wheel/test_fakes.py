@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascend_deep import ops
+from ascend_deep.native import table
 from ascend_deep.native.torch_npu import provider, soc
 from tests.npu.rig import reference
 
@@ -89,4 +90,5 @@ def test_our_fakes_are_what_the_vendors_give(family: str) -> None:
     # No number was computed, so all of it came from the vendor's kernels for fake tensors.
     assert ran == reference.CALLS
     left_out = set() if family.startswith("950") else set(NEW)
-    assert compared == set(provider.TORCH_NPU.kernels) - left_out
+    # Ops that communicate need a group of processes; they have tests of their own.
+    assert compared == set(provider.TORCH_NPU.kernels) - left_out - set(table.ENGINES)
