@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["AutocastUnclear", "make_explicit", "switched_off"]
+__all__ = ["AutocastUnclear", "make_explicit", "switched_off", "uses_autocast"]
 
 _DEVICES = ("cpu", "cuda", "npu")
 # Composite calls whose tensor arguments reach a matmul through views only: casting the arguments is the same.
@@ -39,7 +39,7 @@ def make_explicit(gm: fx.GraphModule) -> fx.GraphModule:
     Raises:
         AutocastUnclear: a call's casts could not be observed.
     """
-    if not _uses_autocast(gm):
+    if not uses_autocast(gm):
         return gm
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -93,7 +93,7 @@ def _known(device: str) -> bool:
     return device != "npu" or hasattr(torch, "npu")
 
 
-def _uses_autocast(gm: fx.GraphModule) -> bool:
+def uses_autocast(gm: fx.GraphModule) -> bool:
     if _active():
         return True
     return any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes)

@@ -18,17 +18,19 @@ import torch
 from torch import fx
 
 from ascend_deep.lowering import _torch_compat
-from ascend_deep.passes import vmap
+from ascend_deep.passes import held, vmap
 from ascend_deep.passes.autocast import AutocastUnclear, make_explicit, switched_off
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.purity import IGNORABLE
+from ascend_deep.passes.slices import slice_first
 
-__all__ = ["NotCaptured", "capture", "higher_order_bodies", "install"]
+__all__ = ["NotCaptured", "capture", "higher_order_bodies", "install", "release"]
 
 _PLACEHOLDER_META_KEPT = ("example_value", "tensor_dict", "grapharg", "steal_arg", "unbacked_bindings")
 
 _LARGEST_CONSTANT = 4096
+_CALLS = "ascend_deep_calls"  # in the meta of a captured module: calls that are held
 
 
 class NotCaptured(Exception):
@@ -48,6 +50,20 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     except vmap.NotFlat as reason:
         raise NotCaptured(str(reason)) from reason
     try:
+        gm, calls = held.hold(gm)
+    except held.NotHeld as reason:
+        raise NotCaptured(f"{str(reason)[:-1]}; the graph is left as it is.") from reason
+    try:
+        captured = _captured(gm)
+    except BaseException:
+        held.forget(calls)
+        raise
+    captured.meta[_CALLS] = calls
+    return captured
+
+
+def _captured(gm: fx.GraphModule) -> fx.GraphModule:
+    try:
         gm = make_explicit(gm)
     except AutocastUnclear as reason:
         raise NotCaptured(str(reason)) from reason
@@ -56,7 +72,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     fake_mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
     if fake_mode is None:
         raise NotCaptured("the graph has no tensor inputs.")
-    held = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
+    own = dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
     try:
         with (
             torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
@@ -72,11 +88,12 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     except Exception as error:
         raise NotCaptured(f"capture before autograd failed: {type(error).__name__}: {_first_line(error)}") from error
     assert isinstance(captured, fx.GraphModule)
-    _reattach_held(captured, signature, held)
+    _reattach_held(captured, signature, own)
     _reattach_mutations(captured, signature)
-    _spell_out_constants(captured, {n.removeprefix("L__self___") for n in held})
+    _spell_out_constants(captured, {n.removeprefix("L__self___") for n in own})
     _make_copies_differentiable(captured.graph)
     _drop_checks(captured.graph)
+    slice_first(captured.graph)
     new = [n for n in captured.graph.nodes if n.op == "placeholder"]
     if len(new) != len(placeholders):
         raise NotCaptured(f"capture changed the number of inputs from {len(placeholders)} to {len(new)}.")
@@ -91,10 +108,16 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
 
 def install(gm: fx.GraphModule, captured: fx.GraphModule) -> None:
     """Make ``gm`` compute what ``captured`` computes, in place, so that whoever holds ``gm`` sees the new graph."""
+    release(captured)
     for name, child in captured.named_children():
         setattr(gm, name, child)
     gm.graph = captured.graph
     gm.recompile()
+
+
+def release(captured: fx.GraphModule) -> None:
+    """Put the autograd functions of the model back that were held during capture; nothing else is changed."""
+    held.put_back(captured, captured.meta.pop(_CALLS, {}))
 
 
 def higher_order_bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule, fx.Node]]:

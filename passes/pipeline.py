@@ -24,8 +24,9 @@ from ascend_deep import ops
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.passes import catalogue, certificates, experts_alone, fp8, gates, policy, rewrite, safeguards, show
 from ascend_deep.passes._types import Certificate, Match, Miss, Outcome, Recogniser, Refusal, Solution
-from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install
+from ascend_deep.passes.capture import NotCaptured, capture, higher_order_bodies, install, release
 from ascend_deep.passes.graph_view import GraphView, op_name
+from ascend_deep.passes.held import HELD
 from ascend_deep.passes.probe import isolated
 from ascend_deep.passes.region import Region
 from ascend_deep.passes.replay import describe
@@ -99,16 +100,21 @@ class Pipeline:
             notes = policy.left_out(idle, device, catalogue.products(gm, idle), self.measured.get(device))
             return Outcome(untouched="the graph has no op that a recogniser looks for.", notes=notes)
         bodies = higher_order_bodies(gm)
-        if bodies:
+        if any(name != HELD for name, _, _ in bodies):
             return self._run_bodies(gm, bodies)
         try:
             with self._timed("capture"):
                 captured = capture(gm)
         except NotCaptured as reason:
-            return Outcome(untouched=str(reason), timings=dict(self._timings))
+            if not bodies:
+                return Outcome(untouched=str(reason), timings=dict(self._timings))
+            (name, _, caller), *_ = bodies
+            return Outcome(misses=(_body_miss(name, caller, str(reason)),), timings=dict(self._timings))
         outcome = self._rewrite(captured, active, device)
         if outcome.matches:
             install(gm, captured)
+        else:
+            release(captured)
         return replace(outcome, timings=dict(self._timings))
 
     # -- stages -------------------------------------------------------------------------------------------------

@@ -115,7 +115,17 @@ def anchors(view: GraphView) -> list[fx.Node]:
         inner |= (cone & ids) - {candidate.ids}
         if _scored_before(view, candidate, cone) or _scored_later(view, candidate):
             kept.append(candidate)
-    return [s.ids for s in kept if s.ids not in inner]
+    return [s.ids for s in kept if s.ids not in inner and not _only_compared(view, s)]
+
+
+def _only_compared(view: GraphView, found: Selection) -> bool:
+    """True if all that is asked of the ids is whether they are other ids: a test of a choice, and no choice."""
+    users = list(found.ids.users)
+    return bool(users) and all(
+        op_name(user) in ("aten.eq", "aten.ne")
+        and all(isinstance(a, fx.Node) and _same_shape(view.shape(a), view.shape(found.ids)) for a in user.args[:2])
+        for user in users
+    )
 
 
 def _scored_before(view: GraphView, found: Selection, cone: Iterable[fx.Node]) -> bool:
@@ -212,8 +222,24 @@ def _outputs(
             yield "dense", (n,)
     for n in weights:
         yield "weights,ids", (n, found.ids)
-    if not _escapes(weights, after, found.ids):
+    if _shared_columns(view, found, after) or not _escapes(weights, after, found.ids):
         yield "ids", (found.ids,)
+
+
+def _shared_columns(view: GraphView, found: Selection, after: set[fx.Node]) -> bool:
+    """True if what was chosen is joined with scores that belong to no choice: experts that every token takes.
+
+    Their weights are normalised together, which the op does not do; the choice is its own nevertheless.
+    """
+    for node in after:
+        if op_name(node) != "aten.cat" or not isinstance(node.args[0], (list, tuple)):
+            continue
+        parts = [p for p in node.args[0] if isinstance(p, fx.Node)]
+        chosen = [p for p in parts if p in after and _same_shape(view.shape(p), view.shape(found.ids))]
+        others = [p for p in parts if p not in after]
+        if chosen and others and view.shape(node)[-1] != view.shape(found.ids)[-1]:
+            return True
+    return False
 
 
 def _escapes(starts: Iterable[fx.Node], after: set[fx.Node], stop: fx.Node) -> bool:
