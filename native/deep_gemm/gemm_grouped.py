@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import MaskedScaled, MGroupedScaled, takes
 from ascend_deep.native.deep_gemm import gemm_layouts
 from ascend_deep.native.deep_gemm.gemm import aligned, k_major, recipes, scales, starting
 from ascend_deep.native.deep_gemm.gemm_differences import Gemm
@@ -75,39 +76,23 @@ def m_grouped_gemm_bf16(
     return d
 
 
-def m_grouped_gemm_scaled(
-    library: Any,
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-    **_: Any,
-) -> Tensor:
+@takes(MGroupedScaled)
+def m_grouped_gemm_scaled(library: Any, row: Gemm, x: MGroupedScaled) -> Tensor:
     """The op ``m_grouped_gemm_scaled``."""
     _check_alignment(library, row)
-    right, groups = k_major(row, b, layout == "nn"), b.shape[0]
-    d = a.new_empty((a.shape[0], right.shape[1]), dtype=out_dtype or torch.bfloat16)
+    right, groups = k_major(row, x.b, x.layout == "nn"), x.b.shape[0]
+    d = x.a.new_empty((x.a.shape[0], right.shape[1]), dtype=x.out_dtype or torch.bfloat16)
     library.m_grouped_fp8_fp4_gemm_nt_contiguous(
-        (k_major(row, a, False), scales(row, sfa, int(recipe_a[0]))),
-        (right, scales(row, sfb, int(recipe_b[0]))),
+        (k_major(row, x.a, False), scales(row, x.sfa, int(x.recipe_a[0]))),
+        (right, scales(row, x.sfb, int(x.recipe_b[0]))),
         d,
-        _index(row, grouped_layout, a.shape[0], groups, grouping),
-        use_psum_layout=grouping == "psum",
+        _index(row, x.grouped_layout, x.a.shape[0], groups, x.grouping),
+        use_psum_layout=x.grouping == "psum",
         **_compiled(row),
-        **recipes(row, recipe_a, recipe_b),
+        **recipes(row, x.recipe_a, x.recipe_b),
     )
-    if zero_padding:
-        gemm_layouts.clear_padding(d, grouped_layout, grouping, alignment, groups)
+    if x.zero_padding:
+        gemm_layouts.clear_padding(d, x.grouped_layout, x.grouping, x.alignment, groups)
     return d
 
 
@@ -124,32 +109,21 @@ def m_grouped_gemm_bf16_masked(
     return d
 
 
-def m_grouped_gemm_scaled_masked(
-    library: Any,
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> Tensor:
+@takes(MaskedScaled)
+def m_grouped_gemm_scaled_masked(library: Any, row: Gemm, x: MaskedScaled) -> Tensor:
     """The op ``m_grouped_gemm_scaled_masked``."""
-    groups, rows = a.shape[:2]
-    d = a.new_empty((groups, rows, b.shape[1]), dtype=torch.bfloat16)
+    groups, rows = x.a.shape[:2]
+    d = x.a.new_empty((groups, rows, x.b.shape[1]), dtype=torch.bfloat16)
     library.m_grouped_fp8_fp4_gemm_nt_masked(
-        (k_major(row, a, False), scales(row, sfa, int(recipe_a[0]))),
-        (k_major(row, b, False), scales(row, sfb, int(recipe_b[0]))),
+        (k_major(row, x.a, False), scales(row, x.sfa, int(x.recipe_a[0]))),
+        (k_major(row, x.b, False), scales(row, x.sfb, int(x.recipe_b[0]))),
         d,
-        gemm_layouts.counts(masked_m, rows),
-        expected_m,
+        gemm_layouts.counts(x.masked_m, rows),
+        x.expected_m,
         **_compiled(row),
-        **recipes(row, recipe_a, recipe_b),
+        **recipes(row, x.recipe_a, x.recipe_b),
     )
-    gemm_layouts.clear_padding(d, masked_m, "masked", 1, groups)
+    gemm_layouts.clear_padding(d, x.masked_m, "masked", 1, groups)
     return d
 
 

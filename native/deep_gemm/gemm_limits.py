@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import GemmScaled, MaskedScaled, MGroupedScaled, takes
 from ascend_deep.native.deep_gemm.gemm import sizes
 from ascend_deep.native.deep_gemm.gemm_differences import Gemm
 
@@ -125,15 +126,13 @@ def gemm_bf16_acc_(row: Gemm, d: Tensor, a: Tensor, b: Tensor, *, layout: str) -
     return _dense(row, a, b, layout, d.dtype, d.dtype, None) or _readable(row, "d", d, last=True)
 
 
-def _recipes(
-    row: Gemm, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, recipe_a: Sequence[int], recipe_b: Sequence[int]
-) -> str | None:
-    pair = (_kind(a), _kind(b))
+def _recipes(row: Gemm, x: GemmScaled | MGroupedScaled | MaskedScaled) -> str | None:
+    pair = (_kind(x.a), _kind(x.b))
     if pair not in row.pairs:
         accepted = ", ".join("×".join(p) for p in row.pairs)
         return f"the operands are {pair[0]}×{pair[1]}; {row.platform} takes {accepted}."
-    gran_a, gran_b = (int(recipe_a[0]), int(recipe_a[1])), (int(recipe_b[0]), int(recipe_b[1]))
-    for name, sf in (("sfa", sfa), ("sfb", sfb)):
+    gran_a, gran_b = (int(x.recipe_a[0]), int(x.recipe_a[1])), (int(x.recipe_b[0]), int(x.recipe_b[1]))
+    for name, sf in (("sfa", x.sfa), ("sfb", x.sfb)):
         if sf.dtype != row.sf_dtype:
             why = "" if row.sf_dtype == torch.float32 else ", which hold powers of two"
             return f"{name} has dtype {_name(sf.dtype)}; {row.platform} takes {_name(row.sf_dtype)} scales{why}."
@@ -164,57 +163,33 @@ def _scaled_operand(row: Gemm, name: str, x: Tensor, transposed: bool) -> str | 
     return _readable(row, name, x)
 
 
-def _scaled(
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    layout: str,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    dtype: torch.dtype,
-) -> str | None:
-    m, n, k = sizes(a, b, layout)
+def _scaled(row: Gemm, x: GemmScaled | MGroupedScaled | MaskedScaled, layout: str, dtype: torch.dtype) -> str | None:
+    m, n, k = sizes(x.a, x.b, layout)
     return (
-        _recipes(row, a, sfa, b, sfb, recipe_a, recipe_b)
+        _recipes(row, x)
         or _empty(m, n, k)
-        or _scaled_operand(row, "a", a, layout[0] == "t")
-        or _scaled_operand(row, "b", b, layout[1] == "n")
+        or _scaled_operand(row, "a", x.a, layout[0] == "t")
+        or _scaled_operand(row, "b", x.b, layout[1] == "n")
         or _writes(row, n, dtype)
     )
 
 
-def gemm_scaled(
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> str | None:
+@takes(GemmScaled)
+def gemm_scaled(row: Gemm, x: GemmScaled) -> str | None:
     """Limits of ``gemm_scaled``."""
-    if alpha not in (None, 1.0) and not row.alpha:
-        return f"alpha is {alpha}; {row.platform} has no factor."
-    dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
-    reason = _scaled(row, a, sfa, b, sfb, layout, recipe_a, recipe_b, dtype)
+    c, gran_b = x.c, int(x.recipe_b[0])
+    if x.alpha not in (None, 1.0) and not row.alpha:
+        return f"alpha is {x.alpha}; {row.platform} has no factor."
+    dtype = x.out_dtype or (torch.bfloat16 if c is None else c.dtype)
+    reason = _scaled(row, x, x.layout, dtype)
     if reason is not None:
         return reason
-    wanted, must_add = row.scaled[int(recipe_b[0])]
+    wanted, must_add = row.scaled[gran_b]
     if row.sf_dtype == torch.float32 and dtype != wanted:
-        return (
-            f"the result is {_name(dtype)}; with {int(recipe_b[0])} rows of b per scale {row.platform} writes "
-            f"{_name(wanted)}."
-        )
+        return f"the result is {_name(dtype)}; with {gran_b} rows of b per scale {row.platform} writes {_name(wanted)}."
     if c is not None and (c.dtype not in row.adds_into or (row.sf_dtype == torch.float32 and not must_add)):
         return f"there is a c of dtype {_name(c.dtype)}; {row.platform} does not add to it with this recipe."
-    return _few(row, sizes(a, b, layout)[0], _kind(b))
+    return _few(row, sizes(x.a, x.b, x.layout)[0], _kind(x.b))
 
 
 def _grouping(row: Gemm, rows: int, groups: int, grouping: str, alignment: int, dtype: torch.dtype) -> str | None:
@@ -254,30 +229,16 @@ def m_grouped_gemm_bf16(
     return reason or _readable(row, "a", a, last=True) or _readable(row, "b", b) or _writes(row, n, dtype)
 
 
-def m_grouped_gemm_scaled(
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-    **_: Any,
-) -> str | None:
+@takes(MGroupedScaled)
+def m_grouped_gemm_scaled(row: Gemm, x: MGroupedScaled) -> str | None:
     """Limits of ``m_grouped_gemm_scaled``."""
-    dtype = out_dtype or torch.bfloat16
-    reason = (
-        _empty(*a.shape, *b.shape)
-        or _grouping(row, a.shape[0], b.shape[0], grouping, alignment, dtype)
-        or _scaled(row, a, sfa, b, sfb, layout, recipe_a, recipe_b, dtype)
+    dtype = x.out_dtype or torch.bfloat16
+    return (
+        _empty(*x.a.shape, *x.b.shape)
+        or _grouping(row, x.a.shape[0], x.b.shape[0], x.grouping, x.alignment, dtype)
+        or _scaled(row, x, x.layout, dtype)
+        or _whole_blocks(row, x.recipe_b)
     )
-    return reason or _whole_blocks(row, recipe_b)
 
 
 def _whole_blocks(row: Gemm, recipe_b: Sequence[int]) -> str | None:
@@ -307,24 +268,10 @@ def m_grouped_gemm_bf16_masked(row: Gemm, a: Tensor, b: Tensor, masked_m: Tensor
     )
 
 
-def m_grouped_gemm_scaled_masked(
-    row: Gemm,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> str | None:
+@takes(MaskedScaled)
+def m_grouped_gemm_scaled_masked(row: Gemm, x: MaskedScaled) -> str | None:
     """Limits of ``m_grouped_gemm_scaled_masked``."""
-    return (
-        _masked(row, a, b)
-        or _scaled(row, a, sfa, b, sfb, "nt", recipe_a, recipe_b, torch.bfloat16)
-        or _whole_blocks(row, recipe_b)
-    )
+    return _masked(row, x.a, x.b) or _scaled(row, x, "nt", torch.bfloat16) or _whole_blocks(row, x.recipe_b)
 
 
 def _k_grouped(

@@ -10,12 +10,12 @@ nothing else. Nothing looks at the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import MaskedScaled, MGroupedScaled, takes
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.formats import E8M0, FP4_PAIRS, NUMBER, is_fp4, last_size, mx_pairs
@@ -212,127 +212,74 @@ def _scaled_by_label(
     return _brought_back(y, row_map)
 
 
-def scaled(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``m_grouped_gemm_scaled``; the schema's arguments."""
-    k, four, weight = last_size(a), is_fp4(a), _weight(b, layout)
-    blocks = blocks_of(recipe_a, recipe_b, k, (sfa.dtype, sfb.dtype))
-    assert isinstance(blocks, Blocks)  # the limits refuse all others
-    own, scale = _own(sfa, blocks, k).contiguous(), _of_weight(sfb, blocks, k, swapped(weight))
-    kwargs = _numbers(blocks, four, out_dtype)
-    a = a.contiguous()
-    if grouping == "labels":
-        return _scaled_by_label(a, own, weight, scale, grouped_layout.unsqueeze(1), kwargs)
-    counts, used = psum_layout(grouped_layout, a.shape[0], alignment)
-    rows = a.view(torch.uint8) if four else a
+@takes(MGroupedScaled)
+def scaled(x: MGroupedScaled) -> Tensor:
+    """``m_grouped_gemm_scaled``."""
+    blocks, weight, own, scale = _operands(x, x.layout)
+    kwargs = _numbers(blocks, is_fp4(x.a), x.out_dtype)
+    a = x.a.contiguous()
+    if x.grouping == "labels":
+        return _scaled_by_label(a, own, weight, scale, x.grouped_layout.unsqueeze(1), kwargs)
+    counts, used = psum_layout(x.grouped_layout, a.shape[0], x.alignment)
+    rows = a.view(torch.uint8) if is_fp4(a) else a
     out = _product(rows, weight, counts, scale=[scale], per_token_scale=[own], **kwargs)
-    return zeroed(out, used) if zero_padding else out
+    return zeroed(out, used) if x.zero_padding else out
 
 
-def scaled_masked(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> Tensor:
-    """``m_grouped_gemm_scaled_masked``; the schema's arguments."""
-    k, weight = last_size(a), _weight(b, "nt")
-    blocks = blocks_of(recipe_a, recipe_b, k, (sfa.dtype, sfb.dtype))
+@takes(MaskedScaled)
+def scaled_masked(x: MaskedScaled) -> Tensor:
+    """``m_grouped_gemm_scaled_masked``."""
+    blocks, weight, own, scale = _operands(x, "nt")
+    ids = _labels_of_counts(x.masked_m, x.a.shape[1])
+    kwargs = _numbers(blocks, is_fp4(x.a), torch.bfloat16)
+    out = _scaled_by_label(x.a.reshape(-1, x.a.shape[2]), own, weight, scale, ids, kwargs)
+    return out.reshape(x.a.shape[0], x.a.shape[1], x.b.shape[1])
+
+
+def _operands(x: MGroupedScaled | MaskedScaled, layout: str) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+    """The blocks of the scales, the weight and the scales of both sides as the vendor takes them."""
+    k, weight = last_size(x.a), _weight(x.b, layout)
+    blocks = blocks_of(x.recipe_a, x.recipe_b, k, (x.sfa.dtype, x.sfb.dtype))
     assert isinstance(blocks, Blocks)  # the limits refuse all others
-    own, scale = _own(sfa, blocks, k).contiguous(), _of_weight(sfb, blocks, k, swapped(weight))
-    ids = _labels_of_counts(masked_m, a.shape[1])
-    flat = a.reshape(-1, a.shape[2])
-    out = _scaled_by_label(flat, own, weight, scale, ids, _numbers(blocks, is_fp4(a), torch.bfloat16))
-    return out.reshape(a.shape[0], a.shape[1], b.shape[1])
+    return blocks, weight, _own(x.sfa, blocks, k).contiguous(), _of_weight(x.sfb, blocks, k, swapped(weight))
 
 
-def scaled_limits(
-    target: Target,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> str | None:
+@takes(MGroupedScaled)
+def scaled_limits(target: Target, x: MGroupedScaled) -> str | None:
     """Why the vendor's op does not compute this call of ``m_grouped_gemm_scaled``; ``None`` if it does."""
-    rows, recipes = a.shape[0], (recipe_a, recipe_b)
-    return _scaled_limits(target, a, sfa, b, sfb, recipes, layout, rows, grouping == "labels", out_dtype)
+    return _scaled_limits(target, x, x.layout, x.a.shape[0], x.grouping == "labels", x.out_dtype)
 
 
-def scaled_masked_limits(
-    target: Target,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> str | None:
+@takes(MaskedScaled)
+def scaled_masked_limits(target: Target, x: MaskedScaled) -> str | None:
     """Why the vendor's op does not compute this call of ``m_grouped_gemm_scaled_masked``; ``None`` if it does."""
-    rows, recipes = a.shape[0] * a.shape[1], (recipe_a, recipe_b)
-    return _scaled_limits(target, a, sfa, b, sfb, recipes, "nt", rows, True, None)
+    return _scaled_limits(target, x, "nt", x.a.shape[0] * x.a.shape[1], True, None)
 
 
 def _scaled_limits(
     target: Target,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    recipes: tuple[Sequence[int], Sequence[int]],
+    x: MGroupedScaled | MaskedScaled,
     layout: str,
     rows: Any,
     sort: bool,
     out_dtype: torch.dtype | None,
 ) -> str | None:
-    k, four = last_size(a), is_fp4(a)
-    blocks = blocks_of(*recipes, k, (sfa.dtype, sfb.dtype))
+    k = last_size(x.a)
+    blocks = blocks_of(x.recipe_a, x.recipe_b, k, (x.sfa.dtype, x.sfb.dtype))
     if isinstance(blocks, str):
         return blocks
     if blocks.name == "B-B":
         return "a scale of a covers 128 rows; the vendor's grouped product takes scales of single rows."
-    reason = mixed(a, b, blocks) or _unsuited(a, b)
+    reason = mixed(x.a, x.b, blocks) or _unsuited(x.a, x.b)
     if reason is not None:
         return reason
-    groups, n = b.shape[0], b.shape[1] if layout == "nt" else last_size(b)
-    memory_swapped = swapped(_weight(b, layout))
+    groups, n = x.b.shape[0], x.b.shape[1] if layout == "nt" else last_size(x.b)
     if blocks.mx:
         own, scale = Spec((rows, (k + 63) // 64, 2), torch.uint8), Spec((groups, (k + 63) // 64, n, 2), torch.uint8)
     elif blocks.sizes is not None:
-        own = Spec((rows, sfa.shape[-1]), sfa.dtype)
-        scale = Spec((groups, sfb.shape[2], sfb.shape[1]), sfb.dtype, memory_swapped)
+        own = Spec((rows, x.sfa.shape[-1]), x.sfa.dtype)
+        scale = Spec((groups, x.sfb.shape[2], x.sfb.shape[1]), x.sfb.dtype, swapped(_weight(x.b, layout)))
     else:
-        own, scale = Spec((rows,), sfa.dtype), Spec((groups, n), sfb.dtype)
-    kwargs = _numbers(blocks, four, out_dtype)
-    return _refused(target, a, b, layout, rows, sort, scale=[scale], per_token_scale=[own], **kwargs)
+        own, scale = Spec((rows,), x.sfa.dtype), Spec((groups, n), x.sfb.dtype)
+    kwargs = _numbers(blocks, is_fp4(x.a), out_dtype)
+    return _refused(target, x.a, x.b, layout, rows, sort, scale=[scale], per_token_scale=[own], **kwargs)
