@@ -97,7 +97,7 @@ def _span(t: Tensor) -> tuple[int, int, int, int] | None:
         return None
     size = t.element_size()
     dims = sorted(((s * size, (n - 1) * s * size) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1))
-    start = t.storage_offset() * size
+    start = int(t.storage_offset()) * size
     total = sum(reach for _, reach in dims) + size
     pitch, reach = dims[-1] if dims else (0, 0)
     return start, start + total, pitch, total - reach
