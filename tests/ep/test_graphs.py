@@ -33,11 +33,12 @@ def _model(**fields: Any) -> nn.Module:
     return model.eval()
 
 
-def _block() -> nn.Module:
-    return nn.Sequential(_model(num_hidden_layers=1).model.layers[0].mlp)
+def _blocks(count: int) -> nn.Module:
+    """The MoE layers of a model, one after the other."""
+    return nn.Sequential(*(layer.mlp for layer in _model().model.layers[:count]))
 
 
-def _graphs(model: nn.Module, *args: Any, **kwargs: Any) -> list[fx.GraphModule]:
+def _graphs(model: nn.Module, x: Tensor) -> list[fx.GraphModule]:
     """The graphs of one forward as the backend rewrites them. They are not run: nobody would answer."""
     graphs = []
 
@@ -49,7 +50,7 @@ def _graphs(model: nn.Module, *args: Any, **kwargs: Any) -> list[fx.GraphModule]
         return lambda *args: tuple(torch.zeros([int(s) for s in v.shape], dtype=v.dtype) for v in results)
 
     with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
+        torch.compile(model, backend=backend, fullgraph=True)(x)
     return graphs
 
 
@@ -58,9 +59,9 @@ def _calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
 
 
 def test_sixteen_ranks_have_static_dispatch_and_combine(sixteen: DeviceMesh) -> None:
-    model = ascend_deep.parallelize(_model(), sixteen, max_tokens_per_rank=MOST)
-    assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == EXPERTS // 16
-    (gm,) = _graphs(model, torch.arange(TOKENS).view(1, -1), use_cache=False)
+    model = ascend_deep.parallelize(_blocks(LAYERS), sixteen, max_tokens_per_rank=MOST)
+    assert model[1].experts.gate_up_proj.shape[0] == EXPERTS // 16
+    (gm,) = _graphs(model, torch.randn(1, TOKENS, HIDDEN))
     dispatches, combines = _calls(gm, "ep_dispatch"), _calls(gm, "ep_combine")
     assert len(dispatches) == len(combines) == len(_calls(gm, "moe_experts")) == len(_calls(gm, "moe_route")) == LAYERS
     group = sixteen.get_group("ep").group_name
@@ -83,7 +84,7 @@ def test_sixteen_ranks_have_static_dispatch_and_combine(sixteen: DeviceMesh) -> 
 
 
 def test_exact_sizes_are_sizes_that_only_the_data_know(sixteen: DeviceMesh) -> None:
-    (gm,) = _graphs(ascend_deep.parallelize(_block(), sixteen), torch.randn(1, TOKENS, HIDDEN))
+    (gm,) = _graphs(ascend_deep.parallelize(_blocks(1), sixteen), torch.randn(1, TOKENS, HIDDEN))
     assert len(_calls(gm, "ep_combine")) == 1
     for node in _calls(gm, "ep_dispatch"):
         rows = node.meta["val"][0].shape[0]
@@ -96,7 +97,7 @@ def _code(rank: int) -> str:
     try:
         torch._dynamo.reset()
         mesh = init_device_mesh("cpu", (16,), mesh_dim_names=("ep",))
-        block = ascend_deep.parallelize(_block(), mesh, max_tokens_per_rank=MOST)
+        block = ascend_deep.parallelize(_blocks(1), mesh, max_tokens_per_rank=MOST)
         (gm,) = _graphs(block, torch.ones(1, TOKENS, HIDDEN))
         return gm.code
     finally:
