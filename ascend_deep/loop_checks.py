@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 import types
 from typing import Any
 
 from torch import nn
 
-__all__ = ["INTERNALS", "below", "fingerprint", "is_named_so", "loop_in_method", "unusual"]
+__all__ = ["INTERNALS", "below", "fingerprint", "is_named_so", "unusual"]
 
 
 INTERNALS = frozenset(vars(nn.Module()))
@@ -77,35 +74,6 @@ def is_named_so(path: str, module: nn.Module) -> bool:
     """Whether names say that a module has experts: then it is listed with a reason if it is left."""
     names = [path.rpartition(".")[2], type(module).__name__, *(n for n, _ in module.named_children())]
     return any("expert" in n.lower() or "moe" in n.lower() for n in names)
-
-
-def loop_in_method(kind: type, lists: set[str]) -> str | None:
-    """The method that ``forward`` calls, perhaps by way of others, in which a loop reads one of its ``lists``."""
-    todo, seen = ["forward"], {"forward"}
-    while todo:
-        name = todo.pop(0)
-        function = inspect.getattr_static(kind, name, None)
-        function = getattr(function, "__wrapped__", function)
-        if not isinstance(function, types.FunctionType):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While, ast.comprehension, ast.ListComp))]
-        if name != "forward" and any(_of_self(n) & lists for loop in loops for n in ast.walk(loop)):
-            return name
-        called = {a for n in ast.walk(tree) if isinstance(n, ast.Call) for a in _of_self(n.func)}
-        todo += sorted(called - seen)
-        seen |= called
-    return None
-
-
-def _of_self(node: ast.AST) -> set[str]:
-    """``{"experts"}`` for ``self.experts``, else nothing."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        return {node.attr}
-    return set()
 
 
 def below(path: str, root: str) -> str:

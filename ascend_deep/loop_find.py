@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascend_deep.loop_checks import below, fingerprint, loop_in_method, unusual
+from ascend_deep.loop_checks import below, fingerprint, unusual
 from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
 from ascend_deep.loop_flow import reads
+from ascend_deep.loop_helpers import loop_elsewhere
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_reads import Reads
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
@@ -191,10 +192,10 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
         elif answer is not None and (reason is None or answer[0] > reason[0]):
             reason = answer
     if not modes or not parts:
-        method = loop_in_method(type(module), {f.pattern.split(".")[0] for f in found})
-        if method is not None and (reason is None or reason[0] < 3):
+        where = loop_elsewhere(type(module), {f.pattern.split(".")[0] for f in found})
+        if where is not None and (reason is None or reason[0] < 3):
             return 3, (
-                f"its loop over experts is in the method {method!r}, together with what makes their ids; the parts "
+                f"its loop over experts is in {where}, together with what makes their ids; the parts "
                 "that can be replaced are statements of forward. Make ids and weights there, or move the loop there."
             )
         return reason
@@ -353,9 +354,8 @@ def _dtypes(
         if rule is None:
             return 5, "the dtype of its result follows neither the tokens nor the weights."
         r = solved.roles
-        calls.append(
-            Call(forms[number], r.on_input, rule, flat[number], without[number], r.base is not None, written[number])
-        )
+        form = (forms[number], r.on_input, rule, flat[number], without[number], r.base is not None, written[number])
+        calls.append(Call(*form, mask=r.mask))
     if not tested:
         return 5, reason
     return Loop("", "", source, tuple(order), tuple(calls), tuple(tested), tuple(sorted(modes)), autocast, shape)
