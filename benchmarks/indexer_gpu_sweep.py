@@ -38,11 +38,12 @@ def selections() -> Iterator[tuple[int, int, Block | Long]]:
             if 16 <= keys // warps // 32 <= 64:
                 yield rows, keys, Block(keys, warps, registers)
     for rows in (512, 64):
-        base = long_for(rows, 65536, TOPK)
+        base = long_for(65536, TOPK)
         samples = (Block(4096, 8), Block(2048, 4), Block(2048, 8), Block(4096, 16))
         picks = (Block(4096, 8), Block(4096, 4), Block(4096, 16))
-        for sample, pick, segment in itertools.product(samples, picks, (4096, 8192, 16384)):
-            yield rows, 65536, replace(base, sample=sample, pick=pick, segment=segment)
+        marks = (Block(4096, 4), Block(4096, 8), Block(8192, 8))
+        for sample, mark, pick in itertools.product(samples, marks, picks):
+            yield rows, 65536, replace(base, sample=sample, mark=mark, pick=pick)
 
 
 def operands(queries: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

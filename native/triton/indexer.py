@@ -24,7 +24,6 @@ from ascend_deep.native.triton.plan import (
     MAX_BLOCK,
     Block,
     Long,
-    Row,
     Tile,
     block_for,
     long_for,
@@ -32,8 +31,7 @@ from ascend_deep.native.triton.plan import (
     tile_for,
 )
 from ascend_deep.native.triton.select import select_kernel
-from ascend_deep.native.triton.select_long import filter_kernel, pick_kernel, sample_kernel
-from ascend_deep.native.triton.select_row import row_kernel
+from ascend_deep.native.triton.select_long import mark_kernel, pick_kernel, sample_kernel
 
 __all__ = [
     "RANK_LAST_KEY",
@@ -204,7 +202,7 @@ def select_rows(
     idx: Tensor,
     *,
     rank_last: bool,
-    plan: Block | Row | Long | None = None,
+    plan: Block | Long | None = None,
 ) -> None:
     """The ``idx.shape[2]`` largest of each row of ``values`` into ``scores`` and ``idx``, in order of index.
 
@@ -224,7 +222,7 @@ def select_rows(
     given = (values.data, ks, ke)
     key = key_of((*given, *out), "select", values.masked, scores is None, rank_last, plan)
     if plan is None:
-        plan = block_for(columns) if columns <= MAX_BLOCK else long_for(batch * rows, columns, topk)
+        plan = block_for(columns) if columns <= MAX_BLOCK else long_for(columns, topk)
     options = {
         "HAS_KS": ks is not None,
         "HAS_KE": ke is not None,
@@ -241,20 +239,14 @@ def select_rows(
             constants = {**_layouts(plan), **options, **wanted, "EVEN": columns == plan.keys}
             launch(select_kernel, (programs, 1, 1), args, constants, (key, tensors))
         return
-    if isinstance(plan, Row):
-        names = torch.empty(programs, plan.pick, dtype=torch.int32, device=idx.device)
-        tensors = (*given, names, torch.empty_like(names), *out)
-        if not repeat(key, tensors):
-            args = (*tensors, columns, topk, rows, *pitches, *_pitch(scores, 2), *_pitch(idx, 2))
-            launch(row_kernel, (programs, 1, 1), args, {**_row_options(plan), **options, **wanted}, (key, tensors))
-        return
-    parts = triton.cdiv(columns, plan.segment)
+    parts = triton.cdiv(columns, plan.mark.keys)
+    words = parts * plan.mark.keys // 32
     bounds = torch.empty(programs, dtype=torch.int32, device=idx.device)
-    lists = torch.empty(programs, parts * plan.segment, dtype=torch.int16, device=idx.device)
-    counts = torch.empty(programs, parts, dtype=torch.int32, device=idx.device)
-    sampled, filtered = (*given, bounds), (*given, bounds, lists, counts)
-    picked = (*filtered, *out)
-    if repeat((*key, 1), sampled) and repeat((*key, 2), filtered) and repeat((*key, 3), picked):
+    marks = torch.empty(programs, words, dtype=torch.int32, device=idx.device)
+    names = torch.empty(programs, plan.pick.keys, dtype=torch.int32, device=idx.device)
+    sampled, marked = (*given, bounds), (*given, bounds, marks)
+    picked = (*marked, names, *out)
+    if repeat((*key, 1), sampled) and repeat((*key, 2), marked) and repeat((*key, 3), picked):
         return
     launch(
         sample_kernel,
@@ -264,18 +256,17 @@ def select_rows(
         ((*key, 1), sampled),
     )
     launch(
-        filter_kernel,
+        mark_kernel,
         (programs, parts, 1),
-        (*filtered, columns, rows, plan.segment, *pitches, lists.stride(0)),
-        {**_filter_options(plan.filter), **options, "EVEN": columns % plan.filter.keys == 0},
-        ((*key, 2), filtered),
+        (*marked, columns, rows, *pitches, words),
+        {**_mark_options(plan.mark), **options, "EVEN": columns % plan.mark.keys == 0},
+        ((*key, 2), marked),
     )
-    ends = (lists.stride(0), *_pitch(scores, 2), *_pitch(idx, 2))
     launch(
         pick_kernel,
         (programs, 1, 1),
-        (*picked, columns, topk, rows, plan.segment, parts, *pitches, *ends),
-        {**_layouts(plan.pick), **options, **wanted},
+        (*picked, columns, topk, rows, words, *pitches, words, *_pitch(scores, 2), *_pitch(idx, 2)),
+        {**_pick_options(plan.pick, min(power_of_two(words), 2048)), **options, **wanted},
         ((*key, 3), picked),
     )
 
@@ -294,31 +285,24 @@ def _layouts(block: Block) -> dict[str, Any]:
 
 
 @functools.cache
-def _row_options(row: Row) -> dict[str, Any]:
-    """Launch options of the selection with one program for a row; names and scores are kept one key per lane."""
-    block, pick = (_layouts(Block(keys, row.warps)) for keys in (row.block, row.pick))
-    return {
-        "SAMPLE": row.sample,
-        "BLOCK": row.block,
-        "PICK": row.pick,
-        "PAIRS": gl.BlockedLayout([2], [32], [row.warps], [0]),
-        "HELD": block["HELD"],
-        "PICKED": pick["HELD"],
-        "SPREAD": pick["SPREAD"],
-        "TWO": row.two,
-        "num_warps": row.warps,
-    }
+def _mark_options(block: Block) -> dict[str, Any]:
+    """Four neighbouring keys in a thread, 32 in eight of them: loads of a warp are side by side."""
+    tile = gl.BlockedLayout([1, 4], [4, 8], [block.warps, 1], [1, 0])
+    return {"WORDS": block.keys // 32, "TILE": tile, "num_warps": block.warps, "launch_pdl": True}
 
 
 @functools.cache
-def _filter_options(block: Block) -> dict[str, Any]:
-    return {name: value for name, value in _layouts(block).items() if name != "SPREAD"}
+def _pick_options(block: Block, words: int) -> dict[str, Any]:
+    """``words`` of marks at a time."""
+    each = max(words // (32 * block.warps), 1)
+    sparse = gl.BlockedLayout([each], [32], [block.warps], [0])
+    return {**_layouts(block), "WORDS": words, "SPARSE": sparse, "launch_pdl": True}
 
 
 @functools.cache
 def _sample_options(block: Block, capacity: int) -> dict[str, Any]:
     pairs = gl.BlockedLayout([2], [32], [block.warps], [0])
-    return {"SAMPLE": block.keys, "CAPACITY": capacity, "PAIRS": pairs, "num_warps": block.warps}
+    return {"SAMPLE": block.keys, "CAPACITY": capacity, "PAIRS": pairs, "num_warps": block.warps, "launch_pdl": True}
 
 
 def topk_of_blocks(

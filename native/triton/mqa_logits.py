@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 __all__ = ["logits_kernel"]
 
@@ -107,6 +108,8 @@ def logits_kernel(
     is floating, excluded keys get -inf, and everything outside the bounds does if CLEAN. EVEN: chunks divide the keys,
     and there are no bounds.
     """
+    if BITS:
+        gdc_launch_dependents()  # the selection, which waits for the end of this kernel
     b = tl.program_id(2).to(tl.int64)
     s0 = tl.program_id(0) * QUERIES
     begin = tl.program_id(1) * chunk

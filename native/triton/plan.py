@@ -14,7 +14,6 @@ __all__ = [
     "MAX_HEADS",
     "Block",
     "Long",
-    "Row",
     "Tile",
     "block_for",
     "long_for",
@@ -26,7 +25,6 @@ __all__ = [
 MAX_HEADS = {1: 256, 2: 256, 4: 64}
 MAX_DEPTH = {1: 256, 2: 256, 4: 128}
 MAX_BLOCK = 16384  # keys that one program of the selection holds in registers
-MAX_ROWS = 132  # rows that have a multiprocessor each
 
 
 @dataclass(frozen=True)
@@ -62,34 +60,13 @@ class Long:
 
     Attributes:
         sample: keys of a row that its bound is estimated from.
-        filter: block of the filter, with its warps.
-        segment: keys that one program of the filter walks; a multiple of the filter's block, at most 65536.
-        pick: block that should hold what the filter lets through, with its warps.
+        mark: keys that one program compares with the bound; a multiple of 32.
+        pick: block that should hold what reaches the bound.
     """
 
     sample: Block
-    filter: Block
-    segment: int
+    mark: Block
     pick: Block
-
-
-@dataclass(frozen=True)
-class Row:
-    """Launch of the selection of long rows with one program for each.
-
-    Attributes:
-        sample: keys of a row that its bound is estimated from.
-        block: keys that the program walks at a time.
-        pick: keys that may reach the bound.
-        warps: of the program.
-        two: the exact selection tries two values a step.
-    """
-
-    sample: int
-    block: int
-    pick: int
-    warps: int
-    two: bool = False
 
 
 # By bytes of an element of q and kv.
@@ -118,21 +95,12 @@ def block_for(columns: int) -> Block:
     return Block(keys, min(max(keys // 1024, 1), 16), 128)
 
 
-def long_for(rows: int, columns: int, topk: int) -> Long | Row:
-    """The selection from longer rows: ``topk`` of ``columns`` scores in each of ``rows``."""
+def long_for(columns: int, topk: int) -> Long:
+    """The selection from longer rows: ``topk`` of ``columns`` scores."""
     sample = Block(4096, 8)
     # What a sample aims at, its slack, and four standard deviations more.
     expected = topk * sample.keys / columns
     rank = expected + 4 * math.sqrt(expected) + 8
     survivors = (rank + rank / 16 + 4 * math.sqrt(rank)) * columns / sample.keys
     pick = min(power_of_two(math.ceil(survivors), 1024), MAX_BLOCK)
-    if rows <= MAX_ROWS:
-        return Row(sample=sample.keys, block=8192, pick=pick, warps=16)
-    few = rows < 256
-    # With few rows all programs of the filter are there at once, and each looks at its keys in one piece.
-    return Long(
-        sample=sample,
-        filter=Block(4096, 8) if few else Block(2048, 4),
-        segment=4096 if few else 16384,
-        pick=Block(pick, min(pick // 512, 16)),
-    )
+    return Long(sample=sample, mark=Block(4096, 4), pick=Block(pick, min(pick // 512, 16)))

@@ -95,18 +95,23 @@ def write(key, name, place, chosen, scores, SPREAD: gl.constexpr, SCORES: gl.con
 
 
 @gluon.jit
-def narrow(key, topk, count, low, high):
+def narrow(key, topk, count, low, high, TAIL: gl.constexpr):
     """(bound, above, ties) of the keys in registers.
 
     Keys above ``bound`` are chosen, and so are the first ``topk - above`` of those equal to it if there are ``ties``,
-    all of them otherwise. ``count`` keys are eligible, all in [low, high).
+    all of them otherwise. ``count`` keys are eligible, all in [low, high). TAIL: they are the largest of more, so they
+    thin out from ``low`` on, and the first trial value is just above the place where they would be topk if they did so
+    exponentially; that saves two of nine steps.
     """
+    start = gl.minimum(1.5 * gl.log2(count.to(gl.float32) / topk) / gl.log2(count.to(gl.float32) * 2.0), 0.5)
     above_low = count
     above_high = count * 0
     step = count * 0
     while (above_low > topk) & (high - low > 1):
         part = (above_low - topk).to(gl.float32) / (above_low - above_high).to(gl.float32)
-        part = gl.where(step % 3 == 2, 0.5, gl.minimum(gl.maximum(part, 0.02), 0.98))
+        part = gl.where(step % 5 == 4, 0.5, gl.minimum(gl.maximum(part, 0.02), 0.98))
+        if TAIL:
+            part = gl.where(step == 0, start, part)
         a = score_of(low)
         guess = a + (score_of(high) - a) * part
         middle = low + (high - low) // 2
@@ -147,10 +152,12 @@ def pad(chosen, scores, count, topk, SPREAD: gl.constexpr, SCORES: gl.constexpr)
 
 
 @gluon.jit
-def select_block(key, name, count, low, chosen, scores, topk, SPREAD: gl.constexpr, SCORES: gl.constexpr):
+def select_block(
+    key, name, count, low, chosen, scores, topk, SPREAD: gl.constexpr, SCORES: gl.constexpr, TAIL: gl.constexpr
+):
     """Selection from the ``count`` keys of ``low`` and more of a block in registers, written out; others are 0."""
     high = gl.max(key, axis=0) + 1
-    bound, above, ties = narrow(key, topk, count, low, high)
+    bound, above, ties = narrow(key, topk, count, low, high, TAIL)
     write(key, name, places(key, bound, above, ties, topk), chosen, scores, SPREAD, SCORES)
     pad(chosen, scores, count, topk, SPREAD, SCORES)
 
@@ -199,4 +206,4 @@ def select_kernel(
     name = gl.arange(0, BLOCK, SPREAD)
     chosen += b * c_b + s * c_s
     scores += b * s_b + s * s_s
-    select_block(key, name, count, low, chosen, scores, topk, SPREAD, SCORES)
+    select_block(key, name, count, low, chosen, scores, topk, SPREAD, SCORES, False)

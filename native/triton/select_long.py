@@ -2,15 +2,21 @@
 
 * ``sample_kernel``: the row's rank in a sample, a little lower than topk, gives a bound that topk to some thousand keys
   of the row should reach;
-* ``filter_kernel``: lists the keys that reach the bound, segment by segment, in order of index;
-* ``pick_kernel``: the exact selection from the lists. Where the lists hold fewer keys than topk or more than a block
-  (ties at the bound, or a sample that was not like the row), it selects from the whole row, halving over memory.
+* ``mark_kernel``: a bit for every key, whether it reaches the bound;
+* ``pick_kernel``: a list of the marked keys, and the exact selection from it. Where fewer keys than topk are marked, or
+  more than a block (ties at the bound, or a sample that was not like the row), it selects from the whole row, halving
+  over memory.
+
+Each is launched while the one before it runs, and waits for the end of it (``gdc_wait``) before it reads what that one
+has written. The scores are older: a kernel lets the next one start (``gdc_launch_dependents``) after its own wait only,
+so the marks may be prepared before the bound is there.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ascend_deep.native.triton.select import (
     add,
@@ -24,7 +30,7 @@ from ascend_deep.native.triton.select import (
     write,
 )
 
-__all__ = ["filter_kernel", "near", "pick_kernel", "sample_kernel", "sampled_bound", "select_whole"]
+__all__ = ["mark_kernel", "pick_kernel", "sample_kernel"]
 
 
 @gluon.jit
@@ -49,39 +55,48 @@ def _between(guess, low, high):
 
 
 @gluon.jit
-def near(key, topk, slack, count, low, high):
-    """(bound, above, reach): a bound that ``reach`` >= topk of the keys in registers reach, topk + slack at most if there
-    is such a one; ``above`` < topk of them are greater, where reach is more than that.
+def _deviations(n):
+    """Standard deviations above the mean that one in n > 1 normal numbers is, about; at least 0.1."""
+    twice = 1.3863 * gl.log2(n)
+    return gl.sqrt(gl.maximum(twice - 0.6931 * gl.log2(gl.maximum(twice, 1.0)) - 1.84, 0.01))
+
+
+@gluon.jit
+def _near(key, topk, slack, count, low, high):
+    """A bound that at least topk of the keys in registers reach, and no more than topk + slack if there is such a one.
 
     ``count`` keys are eligible, all in [low, high). A step counts the keys above two values at once, in 16 bits each:
-    where the bound would be if keys thinned out exponentially, and if they were even. Where scores get rarer towards
+    first around the place where the bound would be if the scores were normal and ``low`` and ``high`` their ends, then
+    where it would be if keys thinned out exponentially, and if they were even. Where scores get rarer towards
     the top, as they do, it is between the two. Every fourth step, and every one after the twelfth, halves the interval
     whatever the scores are. This takes half as many steps as ``select.narrow`` and more work in each.
     """
+    want = (topk + slack // 2) * 1.0
+    bell = 0.5 + 0.5 * _deviations(count.to(gl.float32) / want) / _deviations(count.to(gl.float32))
     above_low = count
     above_high = count * 0
     step = count * 0
     while (above_low > topk + slack) & (high - low > 1):
         many = above_low.to(gl.float32)
         few = above_high.to(gl.float32)
-        want = (topk + slack // 2) * 1.0
         thin = gl.log2(many / want) / gl.log2(many / gl.maximum(few, 0.5))
         even = (many - want) / (many - few)
         halve = (step % 4 == 3) | (step >= 12)
         a = score_of(low)
         width = score_of(high) - a
         middle = low + (high - low) // 2
-        t0 = gl.where(halve, middle, _between(a + width * thin, low, high))
-        t1 = _between(a + width * gl.where(halve, 0.5 * (thin + even), even), low, high)
+        upper = gl.where(halve, 0.5 * (thin + even), even)
+        t0 = gl.where(halve, middle, _between(a + width * gl.where(step == 0, bell - 0.04, thin), low, high))
+        t1 = _between(a + width * gl.where(step == 0, bell + 0.04, upper), low, high)
         counts = gl.sum(gl.where(key >= t0, 1, 0) + gl.where(key >= t1, 65536, 0), axis=0)
         low, above_low, high, above_high = _closer(t0, counts & 0xFFFF, topk, low, above_low, high, above_high)
         low, above_low, high, above_high = _closer(t1, counts >> 16, topk, low, above_low, high, above_high)
         step += 1
-    return low, above_high, above_low
+    return low
 
 
 @gluon.jit
-def sampled_bound(
+def _sampled_bound(
     row,
     first,
     end,
@@ -110,10 +125,13 @@ def sampled_bound(
         key = keys_at(row, at, at < stop, first, end, BOUNDED, MASKED, BARRED, False)
         expected = topk * gl.minimum(length, SAMPLE).to(gl.float32) / length.to(gl.float32)
         rank = (expected + 4.0 * gl.sqrt(expected) + 8.0).to(gl.int32)
-        count = gl.sum((key > 0).to(gl.int32), axis=0)
-        low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
+        low = gl.min(key, axis=0)
+        count = low.to(gl.int32) * 0 + SAMPLE
+        if low == 0:
+            count = gl.sum((key > 0).to(gl.int32), axis=0)
+            low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF).to(gl.uint32), axis=0)
         if count > rank:
-            bound, above, reach = near(key, rank, rank // 16, count, low, gl.max(key, axis=0) + 1)
+            bound = _near(key, rank, rank // 16, count, low, gl.max(key, axis=0) + 1)
     return bound
 
 
@@ -140,68 +158,75 @@ def sample_kernel(
     MASKED: gl.constexpr,
     BARRED: gl.constexpr,
 ):
-    """One program: one row; ``bounds`` int32 [B * S] gets the key that the filter lets through."""
+    """One program: one row; ``bounds`` int32 [B * S] gets the key that is enough for a mark."""
     row = gl.program_id(0)
     b = (row // rows).to(gl.int64)
     s = (row % rows).to(gl.int64)
+    gdc_wait()
+    gdc_launch_dependents()
     first, end = bounds_of(ks, ke, b, s, columns, ks_b, ks_s, ke_b, ke_s, HAS_KS, HAS_KE)
     values += b * v_b + s * v_s
     bounded: gl.constexpr = HAS_KS or HAS_KE
-    bound = sampled_bound(values, first, end, columns, topk, SAMPLE, CAPACITY, PAIRS, bounded, MASKED, BARRED)
+    bound = _sampled_bound(values, first, end, columns, topk, SAMPLE, CAPACITY, PAIRS, bounded, MASKED, BARRED)
     gl.store(bounds + row, bound.to(gl.int32, bitcast=True))
 
 
 @gluon.jit
-def filter_kernel(
+def mark_kernel(
     values,
     ks,
     ke,
     bounds,
-    lists,
-    counts,
+    marks,
     columns,
     rows,
-    segment,
     v_b,
     v_s,
     ks_b,
     ks_s,
     ke_b,
     ke_s,
-    l_r,
-    BLOCK: gl.constexpr,
-    HELD: gl.constexpr,
+    m_r,
+    WORDS: gl.constexpr,
+    TILE: gl.constexpr,
     HAS_KS: gl.constexpr,
     HAS_KE: gl.constexpr,
     MASKED: gl.constexpr,
     BARRED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """One program: one segment of one row. ``lists`` int16 [rows, columns] gets offsets inside the segment, ``counts``
-    int32 [rows, segments] their number."""
+    """One program: 32 * WORDS keys of a row. ``marks`` int32 [rows, words]: bit i of word w is key 32 w + i."""
     row = gl.program_id(0)
-    part = gl.program_id(1)
     b = (row // rows).to(gl.int64)
     s = (row % rows).to(gl.int64)
     first, end = bounds_of(ks, ke, b, s, columns, ks_b, ks_s, ke_b, ke_s, HAS_KS, HAS_KE)
+    word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(1, TILE))
+    bit = gl.arange(0, 32, gl.SliceLayout(0, TILE))
+    at = word[:, None] * 32 + bit[None, :]
+    row_at = values + b * v_b + s * v_s
+    bits = gl.load(row_at + at) if EVEN else gl.load(row_at + at, mask=at < columns, other=-1)
+    gdc_wait()
+    gdc_launch_dependents()
     bound = gl.load(bounds + row).to(gl.uint32, bitcast=True)
-    begin = part * segment
-    stop = gl.minimum(begin + segment, columns)
-    if (HAS_KS or HAS_KE) and BARRED == 0:
-        begin = gl.maximum(begin, first // BLOCK * BLOCK)
-        stop = gl.minimum(stop, end)
-    total = part * 0
-    to = lists + row.to(gl.int64) * l_r + part * segment
-    for c0 in range(begin, stop, BLOCK):
-        at = c0 + gl.arange(0, BLOCK, HELD)
-        key = keys_at(values + b * v_b + s * v_s, at, at < stop, first, end, HAS_KS or HAS_KE, MASKED, BARRED, EVEN)
-        take = (key >= bound).to(gl.int32)
-        place = gl.associative_scan(take, 0, add)
-        # Few keys are kept: changing to one key per lane would take longer than writes here and there.
-        offset = (at - part * segment).to(gl.int16)
-        gl.store(to + total + place - 1, offset, mask=take != 0)
-        total += gl.max(place, axis=0)
-    gl.store(counts + row * gl.num_programs(1) + part, total)
+    # As numbers, which takes fewer operations than by keys and is the same but for NaN. No number has a key below -inf.
+    take = bits.to(gl.float32, bitcast=True) >= score_of(gl.maximum(bound, 0x007FFFFF))
+    take = take | (bound == 1)
+    # What is outside of the bounds, or masked, is BARRED.
+    if MASKED:
+        take = gl.where(bits == -1, (bound <= BARRED), take)
+    if HAS_KS or HAS_KE:
+        take = gl.where((at >= first) & (at < end), take, (bound <= BARRED))
+    if not EVEN:
+        take = take & (at < columns)
+    gl.store(marks + row.to(gl.int64) * m_r + word, gl.sum(take.to(gl.int32) << bit[None, :], axis=1))
+
+
+@gluon.jit
+def _count_bits(word):
+    """How many bits of uint32 words are set."""
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
 @gluon.jit
@@ -210,27 +235,28 @@ def pick_kernel(
     ks,
     ke,
     bounds,
-    lists,
-    counts,
+    marks,
+    names,
     scores,
     chosen,
     columns,
     topk,
     rows,
-    segment,
-    segments,
+    words,
     v_b,
     v_s,
     ks_b,
     ks_s,
     ke_b,
     ke_s,
-    l_r,
+    m_r,
     s_b,
     s_s,
     c_b,
     c_s,
     BLOCK: gl.constexpr,
+    WORDS: gl.constexpr,
+    SPARSE: gl.constexpr,
     HELD: gl.constexpr,
     SPREAD: gl.constexpr,
     HAS_KS: gl.constexpr,
@@ -239,34 +265,47 @@ def pick_kernel(
     BARRED: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """One program: one row, from its lists where they do, else from the whole row."""
+    """One program: one row, from the marked keys where they do, else from the whole row.
+
+    ``names`` int32 [rows, BLOCK] is for the list of the marked keys.
+    """
     row = gl.program_id(0)
     b = (row // rows).to(gl.int64)
     s = (row % rows).to(gl.int64)
     first, end = bounds_of(ks, ke, b, s, columns, ks_b, ks_s, ke_b, ke_s, HAS_KS, HAS_KE)
-    bound = gl.load(bounds + row).to(gl.uint32, bitcast=True)
     values += b * v_b + s * v_s
     chosen += b * c_b + s * c_s
     scores += b * s_b + s * s_s
-    # Entry j of all lists together is, in its list, entry j less those of the lists before.
-    j = gl.arange(0, BLOCK, SPREAD)
-    name = j
+    marks += row.to(gl.int64) * m_r
+    names += row.to(gl.int64) * BLOCK
+    gdc_wait()
+    bound = gl.load(bounds + row).to(gl.uint32, bitcast=True)
     total = row * 0
-    for group in range(0, segments, 8):
-        # Loads side by side: one after another they would take longer than all the rest.
-        for n in gl.static_range(8):
-            count = gl.load(counts + row * segments + group + n, mask=group + n < segments, other=0)
-            total += count
-            name += gl.where((j >= total) & (group + n < segments), segment - count, 0)
+    for w0 in range(0, words, WORDS):
+        w = w0 + gl.arange(0, WORDS, SPARSE)
+        mark = gl.load(marks + w, mask=w < words, other=0).to(gl.uint32, bitcast=True)
+        count = _count_bits(mark).to(gl.int32)
+        most = gl.max(count, axis=0)
+        through = gl.associative_scan(count, 0, add)
+        to = total + through - count
+        total += gl.max(through, axis=0)
+        # The lowest bit of each word, then the next. Few words have more than a few.
+        for _ in range(0, most):
+            rest = mark & (mark - 1)
+            power = (mark ^ rest).to(gl.float32).to(gl.int32, bitcast=True)
+            gl.store(names + to, w * 32 + (power >> 23) - 127, mask=(mark > 0) & (to < BLOCK))
+            mark = rest
+            to += 1
     # Lists of everything (bound 1) may be shorter than topk.
     if (total <= BLOCK) & ((total >= topk) | (bound == 1)):
+        gl.thread_barrier()
+        j = gl.arange(0, BLOCK, SPREAD)
         held = j < total
-        offset = gl.load(lists + row.to(gl.int64) * l_r + name, mask=held, other=0).to(gl.int32)
-        name = name // segment * segment + (offset & 0xFFFF)
+        name = gl.load(names + j, mask=held, other=0)
         key = keys_at(values, name, held, first, end, HAS_KS or HAS_KE, MASKED, BARRED, False)
-        select_block(gl.convert_layout(key, HELD), name, total, bound, chosen, scores, topk, SPREAD, SCORES)
+        select_block(gl.convert_layout(key, HELD), name, total, bound, chosen, scores, topk, SPREAD, SCORES, True)
     else:
-        select_whole(
+        _select_whole(
             values,
             first,
             end,
@@ -285,7 +324,7 @@ def pick_kernel(
 
 
 @gluon.jit
-def select_whole(
+def _select_whole(
     values,
     first,
     end,

@@ -40,6 +40,9 @@ class Value:
     def __bool__(self) -> bool:
         return bool(self.value)
 
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.value[at])
+
     def __index__(self) -> int:
         return int(self.value)
 
@@ -202,7 +205,15 @@ class Program:
 
     @staticmethod
     def sum(x: Value, axis: int) -> Value:
-        return Value(x.value.sum(dtype=x.value.dtype))
+        return Value(x.value.sum(axis, dtype=x.value.dtype))
+
+    @staticmethod
+    def thread_barrier() -> None:
+        """One program runs at a time, each of its operations on all lanes."""
+
+    @staticmethod
+    def SliceLayout(axis: int, layout: Any) -> None:
+        """Layouts do not exist here."""
 
     @staticmethod
     def min(x: Value, axis: int) -> Value:
@@ -226,10 +237,6 @@ class Program:
         return Value(np.cumsum(x.value, dtype=x.value.dtype))
 
     @staticmethod
-    def thread_barrier() -> None:
-        """One program runs at a time, each of its operations on all lanes."""
-
-    @staticmethod
     def convert_layout(x: Value, layout: Any) -> Value:
         return x
 
@@ -241,7 +248,8 @@ def kernels(*files: str) -> tuple[Launch, dict[str, Any]]:
     """A function that launches a kernel of ``files`` of ``native/triton``: (name, grid, arguments, constants); and the
     namespace of the kernels."""
     gl = Program()
-    space: dict[str, Any] = {"gl": gl}
+    # Programs run one behind the other, so they have nothing to wait for.
+    space: dict[str, Any] = {"gl": gl, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
     for file in files:
         text = (_FOLDER / file).read_text()
         text = text[text.index("__all__") :].replace("@gluon.jit\n", "")

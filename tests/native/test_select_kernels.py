@@ -14,7 +14,7 @@ pytest.importorskip("numpy")
 from tests.native.gluon_numpy import kernels
 
 _rule = importlib.import_module("ascend_deep.ops.mqa_topk").select
-launch, space = kernels("select.py", "select_long.py", "select_row.py")
+launch, space = kernels("select.py", "select_long.py")
 RANK_LAST = 0x007FFFFF
 LAYOUTS = {"HELD": None, "SPREAD": None}
 
@@ -56,8 +56,7 @@ class Case:
             self.bits[hidden] = -1
 
     def run(self, long: dict[str, int] | None) -> None:
-        """Through one block, or through lists with the sizes of ``long``, in one launch if it says ``two``; checks scores
-        and indices."""
+        """Through one block, or through marks with the sizes of ``long``; checks scores and indices."""
         _, rows, columns = self.values.shape
         scores = torch.full((1, rows, self.topk), 7.0)
         idx = torch.full((1, rows, self.topk), 7, dtype=torch.int32)
@@ -75,32 +74,25 @@ class Case:
             block = 1 << max(columns - 1, 0).bit_length()
             options = {"BLOCK": block, **LAYOUTS, **flags, "SCORES": True, "EVEN": columns == block}
             launch("select_kernel", (rows, 1), (*given, *out, columns, self.topk, rows, *strides, *ends), options)
-        elif "two" in long:
-            names, kept = (torch.zeros(rows, long["pick"], dtype=torch.int32) for _ in range(2))
-            sizes = {"SAMPLE": long["sample"], "BLOCK": long["filter"], "PICK": long["pick"], "TWO": long["two"]}
-            options = {**sizes, "PAIRS": None, "PICKED": None, **LAYOUTS, **flags, "SCORES": True}
-            args = (*given, array(names), array(kept), *out, columns, self.topk, rows, *strides, *ends)
-            launch("row_kernel", (rows, 1), args, options)
         else:
-            parts = -(-columns // long["segment"])
-            bounds, counts = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, parts, dtype=torch.int32)
-            lists = torch.zeros(rows, parts * long["segment"], dtype=torch.int16)
-            work = [array(x) for x in (bounds, lists, counts)]
+            parts = -(-columns // long["mark"])
+            words = parts * long["mark"] // 32
+            bounds, marks = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, words, dtype=torch.int32)
+            names = torch.zeros(rows, long["pick"], dtype=torch.int32)
+            work = [array(x) for x in (bounds, marks, names)]
             sample = {"SAMPLE": long["sample"], "CAPACITY": long["pick"], "PAIRS": None, **flags}
             launch("sample_kernel", (rows, 1), (*given, work[0], columns, self.topk, rows, *strides), sample)
-            filtered = {"BLOCK": long["filter"], "HELD": None, **flags, "EVEN": columns % long["filter"] == 0}
-            segment, apart = long["segment"], lists.stride(0)
-            launch("filter_kernel", (rows, parts), (*given, *work, columns, rows, segment, *strides, apart), filtered)
-            args = (*given, *work, *out, columns, self.topk, rows, segment, parts, *strides, apart, *ends)
-            launch("pick_kernel", (rows, 1), args, {"BLOCK": long["pick"], **LAYOUTS, **flags, "SCORES": True})
+            marked = {"WORDS": long["mark"] // 32, "TILE": None, **flags, "EVEN": columns % long["mark"] == 0}
+            launch("mark_kernel", (rows, parts), (*given, *work[:2], columns, rows, *strides, words), marked)
+            args = (*given, *work, *out, columns, self.topk, rows, words, *strides, words, *ends)
+            picked = {"BLOCK": long["pick"], "WORDS": long["words"], "SPARSE": None, **LAYOUTS, **flags, "SCORES": True}
+            launch("pick_kernel", (rows, 1), args, picked)
         assert torch.equal(idx.long(), self.want[1])
         assert torch.equal(scores.nan_to_num(nan=1e30), self.want[0].nan_to_num(nan=1e30))
 
 
-SIZES = {"sample": 64, "filter": 64, "segment": 128, "pick": 256}
-ONE, TWO = ({"sample": 64, "filter": 128, "pick": 256, "two": two} for two in (False, True))
-LONG = [pytest.param(SIZES, id="lists"), pytest.param(ONE, id="row"), pytest.param(TWO, id="row by two")]
-WAYS = [pytest.param(None, id="block"), *LONG]
+SIZES = {"sample": 64, "mark": 64, "words": 16, "pick": 256}
+WAYS = [pytest.param(None, id="block"), pytest.param(SIZES, id="marks")]
 
 
 @pytest.mark.parametrize("long", WAYS)
@@ -142,28 +134,25 @@ def test_ranges_and_masks(long: dict[str, int] | None, outside: str, masked: boo
         Case(values, 120, low, high, hidden, outside).run(long)
 
 
-@pytest.mark.parametrize("long", LONG)
-def test_scores_in_one_place_only(long: dict[str, int]) -> None:
-    """Neighbours alike, and a segment that holds everything: lists that are full beside empty ones."""
+def test_scores_in_one_place_only() -> None:
+    """Neighbours alike, and a segment that holds everything: words that are full beside empty ones."""
     values = torch.randn(1, 2, 1024).sort(-1).values
-    Case(values, 100).run(long)
-    Case(values.flip(-1), 100).run(long)
+    Case(values, 100).run(SIZES)
+    Case(values.flip(-1), 100).run(SIZES)
     alike = torch.randn(1, 2, 64).repeat_interleave(16, -1) + 1e-3 * torch.randn(1, 2, 1024)
-    Case(alike, 100).run(long)
+    Case(alike, 100).run(SIZES)
 
 
-def test_lists_do_for_smooth_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_do_for_smooth_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of a sample lets enough keys pass, and not too many: no row is counted as a whole."""
-    monkeypatch.setitem(space, "select_whole", lambda *_: pytest.fail("a whole row was counted"))
-    sizes = {"sample": 512, "filter": 512, "segment": 1024, "pick": 1024}
+    monkeypatch.setitem(space, "_select_whole", lambda *_: pytest.fail("a whole row was counted"))
+    sizes = {"sample": 512, "mark": 512, "words": 128, "pick": 1024}
     for topk in (40, 128):
-        for long in (sizes, {**sizes, "two": True}):
-            Case(torch.randn(1, 6, 4096), topk).run(long)
-            Case(torch.rand(1, 2, 4096).log(), topk).run(long)
+        Case(torch.randn(1, 6, 4096), topk).run(sizes)
+        Case(torch.rand(1, 2, 4096).log(), topk).run(sizes)
 
 
-@pytest.mark.parametrize("long", LONG)
-def test_samples_that_mislead(long: dict[str, int]) -> None:
+def test_samples_that_mislead() -> None:
     """Every sampled key is small, or large: too many or too few keys pass, and the whole row is counted instead."""
     values = torch.randn(1, 2, 1024)
     n = torch.arange(64)
@@ -171,12 +160,11 @@ def test_samples_that_mislead(long: dict[str, int]) -> None:
     for moved in (-50.0, 50.0):
         misleading = values.clone()
         misleading[..., sampled] += moved
-        Case(misleading, 150).run(long)
+        Case(misleading, 150).run(SIZES)
 
 
-@pytest.mark.parametrize("long", LONG)
 @pytest.mark.parametrize("length", [257, 300, 500])
-def test_ranges_between_a_block_and_a_sample(length: int, long: dict[str, int]) -> None:
+def test_ranges_between_a_block_and_a_sample(length: int) -> None:
     """A sample larger than the range is the range, once."""
     ke = torch.full((1, 2), length)
-    Case(torch.randn(1, 2, 1500), 30, None, ke).run({**long, "sample": 512})
+    Case(torch.randn(1, 2, 1500), 30, None, ke).run({**SIZES, "sample": 512})
