@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -26,6 +27,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from ascend_deep.passes import pipeline  # noqa: E402
+from tests import cxx_once  # noqa: E402
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -39,3 +41,10 @@ def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A C++ compiler for the variable CXX; all workers share what it has compiled."""
+    shared = tmp_path_factory.getbasetemp()
+    return cxx_once.command((shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "objects")

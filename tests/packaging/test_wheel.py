@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the C++ ker
 
 def _run(*command: object, cwd: Path) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    # Three builds of the same kernels: what they compute is tested elsewhere, what is in them here.
-    env["ASCEND_DEEP_CXXFLAGS"] = "-O0"
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -63,6 +62,15 @@ def _venv(at: Path) -> Path:
 def _install(python: Path, *what: object, cwd: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python)
     _run(*pip, "install", "--no-index", "--no-deps", "--no-build-isolation", *what, cwd=cwd)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_builds(compiler: Path) -> Iterator[None]:
+    """Three builds of the same kernels: what they compute is tested elsewhere, what is in them here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASCEND_DEEP_CXXFLAGS", "-O0")
+        patch.setenv("CXX", str(compiler))
+        yield
 
 
 class Built(NamedTuple):
