@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOKENS = ([5, 7, 6, 3], [0, 4, 0, 2], [0, 0, 0, 0], [8, 8, 8, 8])
-"""Tokens of each rank: uneven, some without, none at all, all full."""
+TOKENS = ([5, 7, 6, 3], [0, 4, 0, 2], [0, 0, 0, 0], [18, 24, 30, 12])
+"""Tokens of each rank: uneven, some without, none at all, up to the most that are allowed."""
 
 
 @dataclass(frozen=True)

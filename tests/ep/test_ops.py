@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ascend_deep import ops
 from tests.ep.cases import TOKENS, case, dense
 from tests.ep.ranks import Ranks
 
-E, K, H, M, A = 8, 3, 16, 8, 4
+E, K, H, M, A = 8, 3, 16, 30, 4
 MODES = list(itertools.product((False, True), (True, False)))  # expand, cpu_sync
 
 
@@ -23,12 +25,12 @@ def _group() -> str:
 
 
 def _layer(
-    x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, bias: Tensor, ranks: int, expand: bool, sync: bool
+    x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, bias: Tensor, ranks: int, expand: bool, sync: bool, group: str
 ) -> Any:
     """Dispatch, one product per expert, combine."""
     how: dict[str, Any] = {
         "num_experts": E, "max_tokens_per_rank": M, "expand": expand, "cpu_sync": sync, "group_size": ranks,
-        "group": _group(),
+        "group": group,
     }  # fmt: skip
     out = ops.ep_dispatch(x, None, idx, weights, expert_alignment=A, **how)
     if expand:
@@ -57,7 +59,7 @@ def _round_trip(rank: int, ranks: int, tokens: list[int], expand: bool, sync: bo
         return [t.clone().requires_grad_() for t in given]
 
     x, weights, w, bias = leaves(data.x[rank], data.weights[rank], w_all[local], biases[rank])
-    got, _ = _layer(x, data.idx[rank], weights, w, bias, ranks, expand, sync)
+    got, _ = _layer(x, data.idx[rank], weights, w, bias, ranks, expand, sync, _group())
     got.backward(grads[rank])
 
     wanted_w = w_all.clone().requires_grad_()
@@ -257,6 +259,33 @@ def test_quantised_rows_have_no_gradient() -> None:
     out = ops.ep_dispatch(x, None, torch.tensor([[0], [1], [0], [1]]), num_experts=2, max_tokens_per_rank=4)
     with pytest.raises(RuntimeError, match="x has dtype float8_e4m3fn, which has no gradient"):
         out.recv_x.to(torch.float32).sum().backward()
+
+
+def _again(rank: int, ranks: int, store: str) -> None:
+    """A compiled program names its group; a new group of that name serves it."""
+    data = case([4, 6], E, K, H, seed=12)
+    weight = torch.randn(E, H, H)[: E // ranks]
+
+    group = _group()
+
+    def program(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor) -> Tensor:
+        return _layer(x, idx, weights, w, x, ranks, False, False, group)[0]
+
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    args = (data.x[rank], data.idx[rank], data.weights[rank], weight)
+    want = compiled(*args)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"group_size is 2, and torch.distributed is not initialised in this process"):
+        compiled(*args)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    assert compiled(*args).equal(want)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_program_outlives_its_process_group(two: Ranks, tmp_path: Path) -> None:
+    two(_again, str(tmp_path / "again"))
 
 
 def _low_latency(rank: int, ranks: int, layout: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import ascend_deep
-from ascend_deep import models
+from ascend_deep import hf_experts, models
 from ascend_deep._parallelize import ParallelExperts
+from ascend_deep.native.c10d import normal
+from ascend_deep.native.c10d.transport import exchange
 from tests.ep.ranks import Ranks
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -102,6 +105,43 @@ def test_compiled_it_equals_the_whole_model(two: Ranks) -> None:
     """Exact sizes; forward and backward. The router is found as in the whole model."""
     for counts in two(_equal, "qwen3_moe", {}, True):
         assert counts["moe_route"] == 1, counts
+
+
+def _starved(rank: int, ranks: int, tokens: list[int], exact: bool) -> list[int]:
+    """Every choice falls on one expert of rank 0; returns the width of every exchange that this rank made."""
+    experts = _whole("qwen3_moe", layers=1).model.layers[0].mlp.experts
+    block = nn.Sequential(copy.deepcopy(experts))
+    ascend_deep.parallelize(block, init_device_mesh("cpu", (ranks,)), max_tokens_per_rank=None if exact else 9)
+    g = torch.Generator().manual_seed(60)
+    xs = [torch.randn(t, 64, generator=g) for t in tokens]
+    weights = [torch.rand(t, 2, generator=g) + 0.1 for t in tokens]
+    idx = [torch.tensor([[1, -1]] * t, dtype=torch.int64).view(t, 2) for t in tokens]
+    sizes = []
+
+    def seen(rows: Tensor, received: Any, sent: Any, group: str, size: int) -> Tensor:
+        sizes.append(rows.shape[1])
+        return exchange(rows, received, sent, group, size)
+
+    with mock.patch.object(normal, "exchange", seen):
+        x = xs[rank].clone().requires_grad_()
+        out = block[0](x, idx[rank], weights[rank])
+        assert out.requires_grad
+        (out * 1.7).sum().backward()
+    for p in block.parameters():
+        assert p.grad is not None and bool(p.grad.any()) == (rank == 0 and sum(tokens) > 0)
+    y = xs[rank].clone().requires_grad_()
+    want = hf_experts.run_op(experts, hf_experts.resolve(experts), y, idx[rank], weights[rank])  # type: ignore[arg-type]
+    (want * 1.7).sum().backward()
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    return sizes
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_rank_without_tokens_makes_the_same_exchanges_in_the_backward_too(two: Ranks, exact: bool) -> None:
+    for tokens in ([6, 9], [0, 5], [4, 0]):
+        first, second = two(_starved, tokens, exact)
+        assert first == second and len(first) >= 6
 
 
 def _uneven(rank: int, ranks: int) -> None:
