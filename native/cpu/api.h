@@ -43,11 +43,15 @@ struct BiasView {
 };
 
 // One expert that has rows. Rows are (token, k) pairs sorted by expert; `first` indexes `token` and `scale`.
+// Rows of a panel in which a vector holds two neighbouring elements of half as many rows.
+constexpr int64_t pair_rows(int64_t lanes) { return lanes * 3 / 2; }
+
 struct ActiveExpert {
   int64_t expert;
   int64_t first;
   int64_t rows;
-  int64_t panel_rows;  // rows handled by the outer-product kernels, a multiple of the vector length (zero padded)
+  int64_t panel_rows;  // rows handled by the outer-product kernels, a multiple of the vector length (zero padded), or
+                       // pair_rows of it
   int64_t hidden_row;  // where this expert's rows start in the hidden buffer
   int64_t cost;        // of one block of the first GEMM, to share out the work
 };

@@ -104,6 +104,9 @@ Ahead ahead_of(const Block<W>& b, const Block<W>* next, int64_t t, bool tall) {
   return ahead;
 }
 
+// The width of the panel that begins `left` rows before the end of an expert's panels.
+AD_INLINE int64_t panel_width(int64_t left) { return left == kPairRows ? left : split(left / kLanes) * kLanes; }
+
 // The plain rows times a tile of kTile rows.
 template <typename W>
 void plain_rows(const W* const* rows, const Tokens& x, int64_t depth, Spread& spread, float* row_c) {
@@ -134,10 +137,12 @@ void block_product(const Block<W>& b, const Block<W>* next, const Tokens& x, int
       for (int64_t j = 0; j < height; ++j) r[j] = stage + j * depth;
     }
     for (int64_t m = x.from; m < x.to;) {
-      const int64_t vectors = split((x.all - m) / kLanes);
-      outer<1>(r, height, x.panels + (m - x.from) * depth, vectors, depth, false, spread.take(vectors * kLanes),
-               c + t * ldc + (m - x.from), ldc);
-      m += vectors * kLanes;
+      const int64_t width = panel_width(x.all - m);
+      const float* panel = x.panels + (m - x.from) * depth;
+      const Ahead& ahead = spread.take(width);
+      if (width == kPairRows) pairs(r, panel, depth, ahead, c + t * ldc, ldc);
+      else outer<1>(r, height, panel, width / kLanes, depth, false, ahead, c + t * ldc + (m - x.from), ldc);
+      m += width;
     }
     if (!ldc) plain_rows(rows, x, depth, spread, row_c + t);
     else if (x.plain) dot_near(r, height, x.rows, depth, x.plain, depth, row_c + t, kBlockRows);

@@ -1,7 +1,8 @@
 // The fused expert MLP for one instruction set: packing, blocks, epilogues. See bindings.cpp for the plan.
 //
 // Rows of an expert are split in two: whole vectors of tokens go to outer as "panels" of one to three vectors, laid
-// out [k][token]; the few that are left go to dot8 or axpy as plain rows. The hidden activations have the same split,
+// out [k][token], or one and a half to pairs, [k / 2][token][2]; the few that are left go to dot8, dot_near or axpy as
+// plain rows. The hidden activations have the same split,
 // so the first GEMM writes what the second one reads.
 #pragma once
 
@@ -60,6 +61,21 @@ void pack_panel(const Experts& a, const ActiveExpert& e, int64_t from, int64_t v
   }
 }
 
+// The panel of kPairRows tokens that an expert begins with.
+template <typename T>
+void pack_pairs(const Experts& a, const ActiveExpert& e, float* panel) {
+  const T* x = static_cast<const T*>(a.x);
+  for (int64_t r = 0; r < kPairRows; ++r) {
+    const T* src = r < e.rows ? x + a.token[e.first + r] * a.x_stride : nullptr;
+    for (int64_t k = 0; k < a.hidden_size; k += kLanes) {
+      const int64_t n = min64(kLanes, a.hidden_size - k);
+      float row[kLanes];
+      store(row, src ? load_n(src + k, n) : Vec{});
+      for (int64_t i = 0; i < n; i += 2) std::memcpy(panel + (k + i) * kPairRows + 2 * r, row + i, 2 * sizeof(float));
+    }
+  }
+}
+
 template <typename T>
 void pack_rows(const Experts& a, const ActiveExpert& e, int64_t from, int64_t count, float* rows) {
   for (int64_t r = 0; r < count; ++r) {
@@ -95,9 +111,35 @@ struct Order {
   int64_t step, up;
 };
 
+// The activations of kLanes tokens, from row r of the expert on, of the unit whose gate is at c.
+AD_INLINE Vec activated(const Experts& a, const float* c, int64_t up, Vec scale, float gate_bias, float up_bias) {
+  const Vec g = load(c) * scale + gate_bias;
+  return a.gated ? activate_gated(g, load(c + up) * scale + up_bias, a.act) : activate_single(g, a.act);
+}
+
+// c[row][token] of units [i0, i0 + n), both even -> hidden panel [i / 2][token][2].
+inline void up_epilogue_pairs(const Experts& a, const ActiveExpert& e, int64_t i0, int64_t n, const float* c,
+                              Order order) {
+  const UpBias bias(a, e.expert, i0, n);
+  float* panel = a.hidden + e.hidden_row * a.intermediate + i0 * kPairRows;
+  const int64_t up = order.up * kPairRows, step = order.step * kPairRows;
+  for (int64_t r = 0; r < kPairRows; r += kLanes) {
+    const Vec s = a.weight_on_input ? load_n(a.scale + e.first + r, e.rows - r) : splat(1.0f);
+    for (int64_t j = 0; j < n; j += 2) {
+      const float* p = c + j * step + r;
+      const Vec even = activated(a, p, up, s, bias.gate[j], bias.up[j]);
+      const Vec odd = activated(a, p + step, up, s, bias.gate[j + 1], bias.up[j + 1]);
+      float* h = panel + j * kPairRows + 2 * r;
+      store(h, in_turns<0>(even, odd));
+      if (r + kLanes <= kPairRows) store(h + kLanes, in_turns<static_cast<int>(kLanes / 2)>(even, odd));
+    }
+  }
+}
+
 // c[row][token] of units [i0, i0 + n) -> hidden panels [i][token].
 inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t i0, int64_t n, const Tokens& x,
                                const float* c, Order order) {
+  if (e.panel_rows == kPairRows) return up_epilogue_pairs(a, e, i0, n, c, order);
   const UpBias bias(a, e.expert, i0, n);
   const int64_t ldc = x.to - x.from;
   for (int64_t m = x.from; m < x.to;) {
@@ -108,10 +150,8 @@ inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t 
       const Vec s = a.weight_on_input ? load_n(a.scale + e.first + r, e.rows - r) : splat(1.0f);
       for (int64_t j = 0; j < n; ++j) {
         const float* p = c + j * order.step * ldc + (r - x.from);
-        const Vec g = load(p) * s + bias.gate[j];
-        const Vec y = a.gated ? activate_gated(g, load(p + order.up * ldc) * s + bias.up[j], a.act)
-                              : activate_single(g, a.act);
-        store(panel + (i0 + j) * width + v * kLanes, y);
+        store(panel + (i0 + j) * width + v * kLanes,
+              activated(a, p, order.up * ldc, s, bias.gate[j], bias.up[j]));
       }
     }
     m += width;
@@ -168,7 +208,7 @@ void up_axpy(const Experts& a, const ActiveExpert& e, int64_t b0, int64_t b1, co
 inline int64_t panels_end(const ActiveExpert& e, int64_t from, int64_t cap) {
   int64_t to = from;
   while (to < e.panel_rows) {
-    const int64_t width = split((e.panel_rows - to) / kLanes) * kLanes;
+    const int64_t width = panel_width(e.panel_rows - to);
     if (to + width - from > cap) break;
     to += width;
   }
@@ -215,9 +255,11 @@ void up(const Experts& a, int64_t begin, int64_t end, void* scratch) {
     while (x.from < e.panel_rows || x.plain) {
       x.to = panels_end(e, x.from, at.panel_cap);
       for (int64_t m = x.from; m < x.to;) {
-        const int64_t vectors = split((e.panel_rows - m) / kLanes);
-        pack_panel<W>(a, e, m, vectors, s + at.panels + (m - x.from) * depth);
-        m += vectors * kLanes;
+        const int64_t width = panel_width(e.panel_rows - m);
+        float* panel = s + at.panels + (m - x.from) * depth;
+        if (width == kPairRows) pack_pairs<W>(a, e, panel);
+        else pack_panel<W>(a, e, m, width / kLanes, panel);
+        m += width;
       }
       const ActiveExpert* follows = x.to >= e.panel_rows ? after : nullptr;
       if (columns) up_panels_columns<W>(a, e, b0, b1, follows, x, s + at.stage, s + at.c);
@@ -262,7 +304,7 @@ inline void down_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_
   const DownBias bias(a, e.expert, n0, n);
   const int64_t ldc = x.to - x.from;
   for (int64_t m = x.from; m < x.to; m += kLanes) {
-    const int64_t rows = min64(kLanes, e.rows - m);
+    const int64_t rows = min64(kLanes, min64(e.rows, x.to) - m);
     for (int64_t j = 0; j < n; j += kLanes) {
       Vec t[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {

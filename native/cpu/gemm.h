@@ -3,9 +3,11 @@
 //   dot8    c[m][j]   = sum_k x[m][k] * rows[j][k]      vectors along k, few tokens: reads every weight once
 //   outer   c[j][m]   = sum_k panel[k][m] * rows[j][k]  vectors along tokens, weights broadcast; needs no packing of
 //                                                       weights, which would cost as much as the product itself
+//   pairs   as outer, for a vector and a half of tokens: a vector holds two neighbouring k of half as many tokens
 //   axpy    c[m][n]   = sum_k x[m][k] * w[k][n]         vectors along n, few tokens, weights with stride 1 along n
 //
-// Every c element is one chain of fused multiply-adds in ascending k (per lane for dot8), whatever the tile.
+// Every c element is one chain of fused multiply-adds in ascending k (per lane for dot8, one of even and one of odd k
+// for pairs), whatever the tile.
 #pragma once
 
 #include "vec.h"
@@ -240,6 +242,54 @@ void outer(const float* const* rows, int64_t height, const float* panel, int64_t
     if (vectors == 3) outer_tile<kAcc, 3, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
     else if (vectors == 2) outer_tile<kAcc, 2, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
     else outer_tile<kAcc, 1, SK>(rows + j, panel, depth, add, ahead, c + j * ldc, ldc);
+    ahead.last = ahead.first;
+  }
+}
+
+// One panel of kPairRows tokens, [depth / 2][kPairRows][2], depth even, times kTile rows with stride 1 along k.
+constexpr int64_t kPairRows = ascend_deep_cpu::pair_rows(kLanes);
+
+template <int R>
+AD_INLINE void pair_tile(const float* const* rows, const float* panel, int64_t depth, const Ahead& ahead, float* c,
+                         int64_t ldc) {
+  const float* r[R];
+  for (int j = 0; j < R; ++j) r[j] = rows[j];
+  Vec acc[R][3] = {};
+  auto step = [&](int64_t k) __attribute__((always_inline)) {
+    Vec xv[3];
+#pragma GCC unroll 3
+    for (int m = 0; m < 3; ++m) xv[m] = load(panel + k * kPairRows + m * kLanes);
+#pragma GCC unroll 8
+    for (int j = 0; j < R; ++j) {
+      const Vec w = splat_pair(r[j] + k);
+#pragma GCC unroll 3
+      for (int m = 0; m < 3; ++m) acc[j][m] += w * xv[m];
+    }
+  };
+  Cursor cursor(ahead);
+  int64_t k = 0;
+  for (; k + 16 <= depth; k += 16) {
+    const bool due = cursor.due(k);
+    for (int64_t u = 0; u < 16; u += 4) {
+      if (due) cursor.some<2>(u / 2);
+      step(k + u);
+      step(k + u + 2);
+    }
+    if (due) cursor.next();
+  }
+  for (; k < depth; k += 2) step(k);
+#pragma GCC unroll 8
+  for (int j = 0; j < R; ++j) {
+    float* cj = c + j * ldc;
+    const Vec last = pair_sums(acc[j][2], acc[j][2]);
+    store(cj, pair_sums(acc[j][0], acc[j][1]));
+    std::memcpy(cj + kLanes, &last, sizeof(last) / 2);
+  }
+}
+
+inline void pairs(const float* const* rows, const float* panel, int64_t depth, Ahead ahead, float* c, int64_t ldc) {
+  for (int64_t j = 0; j < kTile; j += kAcc) {
+    pair_tile<kAcc>(rows + j, panel, depth, ahead, c + j * ldc, ldc);
     ahead.last = ahead.first;
   }
 }

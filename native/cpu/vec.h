@@ -151,6 +151,36 @@ AD_INLINE void lane_sums(Vec* v, float* out) {
   store_sums<kLeft>(v[0], out, std::make_integer_sequence<int, N>{});
 }
 
+// Pairs of floats are moved as 64 bits.
+typedef int64_t Pairs __attribute__((vector_size(kLanes * 4)));
+
+// The pair at p in every pair of lanes.
+AD_INLINE Vec splat_pair(const float* p) {
+  int64_t pair;
+  std::memcpy(&pair, p, sizeof(pair));
+  return reinterpret_cast<Vec>(Pairs{} + pair);
+}
+
+// Sums of neighbouring lanes: those of a, then those of b.
+template <int... I>
+AD_INLINE Vec pair_sums(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+AD_INLINE Vec pair_sums(Vec a, Vec b) {
+  return pair_sums(a, b, std::make_integer_sequence<int, static_cast<int>(kLanes)>{});
+}
+
+// Lanes of a and b in turns: of their first halves (kFrom = 0), or of their second ones (kFrom = kLanes / 2).
+template <int kFrom, int... I>
+AD_INLINE Vec in_turns(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  constexpr int kAll = kLanes;
+  return __builtin_shufflevector(a, b, (kFrom + I / 2 + I % 2 * kAll)...);
+}
+template <int kFrom>
+AD_INLINE Vec in_turns(Vec a, Vec b) {
+  return in_turns<kFrom>(a, b, std::make_integer_sequence<int, static_cast<int>(kLanes)>{});
+}
+
 // Transposes kLanes vectors in place: log2(kLanes) rounds, each pairing rows i and i + half and interleaving them.
 AD_INLINE void transpose(Vec (&v)[kLanes]) {
 #if ASCEND_DEEP_LANES == 16

@@ -63,6 +63,19 @@ def test_every_number_of_rows_of_an_expert(each_isa: str, rows: int) -> None:
     assert_right(call)
 
 
+@pytest.mark.parametrize("rows", [5, 6, 11, 14, 20, 24, 28], ids="rows{}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vector_and_a_half_of_rows(each_isa: str, dtype: torch.dtype, rows: int) -> None:
+    """Panels of pairs, with every epilogue; sizes that are odd have none and take another way."""
+    g = torch.Generator().manual_seed(rows)
+    for (hidden, inter), attributes in itertools.product([(50, 70), (49, 70), (50, 71)], ATTRIBUTES):
+        if inter % 2 and attributes.get("bias"):
+            continue
+        call = make(g, tokens=rows, hidden=hidden, inter=inter, experts=2, topk=1, dtype=dtype, **attributes)
+        call.idx.fill_(1)
+        assert_right(call)
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("layout", ["enk", "ekn"])
 def test_ids_outside_the_range_read_nothing(each_isa: str, layout: str, index_dtype: torch.dtype) -> None:
