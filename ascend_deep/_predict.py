@@ -197,6 +197,10 @@ _SIZES: Mapping[str, Callable[[list[Any], Mapping[str, Any]], dict[str, Any]]] =
     "gemm_bf16": lambda v, k: _product(v[0], v[1], k["layout"]),
     "einsum_bf16": _einsum,
     "m_grouped_gemm_bf16": lambda v, k: _groups(v[0], v[1], k["layout"]),
+    "k_grouped_gemm_bf16": lambda v, k: {
+        **{"M": v[0].shape[1], "N": v[1].shape[1], "K": v[0].shape[0]},
+        "G": v[2].shape[0],
+    },
     "gemm_scaled": lambda v, k: _product(v[0], v[2], k["layout"]),
     "m_grouped_gemm_scaled": lambda v, k: _groups(v[0], v[2], k["layout"]),
     "mqa_logits": lambda v, k: _queries(v),

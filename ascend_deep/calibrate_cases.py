@@ -27,7 +27,7 @@ class Case:
         op: that takes its place.
         written: the block.
         inputs: makes its arguments on the CPU from sizes; tensors are moved afterwards.
-        sizes: named as in the cost formulas (``lowering/targets.py``), few rows first.
+        sizes: named as in the cost formulas (``lowering/targets``), few rows first.
         dtype: of the operands.
         devices: where it is measured; empty: everywhere.
     """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import sympy
 
 from ascend_deep.backend import _DEVICE_OF_TARGET, _FAMILY_OF_TARGET
-from ascend_deep.lowering.targets import TARGETS, Cost, cost, predict
+from ascend_deep.lowering.targets import TARGETS, Cost, cost, predict, table
 from ascend_deep.lowering.torchair_offline import DEVICES
 from ascend_deep.native.torch_npu import soc
 from ascend_deep.options import TARGETS as NAMES
@@ -64,4 +67,32 @@ def test_an_op_without_a_formula_is_named() -> None:
 
 def test_links_count_only_where_both_sides_are_known() -> None:
     link = Cost(sympy.Integer(1), sympy.Integer(1), sympy.Integer(10**12))
-    assert predict(link, TARGETS["ascend950"]).bound in ("compute", "memory")
+    found = predict(link, TARGETS["ascend950"])
+    assert found.bound == "link" and float(found.seconds) == pytest.approx(0.5)
+    assert TARGETS["ascend910b"].link is None
+    assert predict(link, TARGETS["ascend910b"]).bound in ("compute", "memory")
+
+
+TEXT = (Path(table.__file__).parent / "ascend950.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("cores = 32", "", "mine.toml has no 'cores'."),
+        ("cores = 32", "cores = 0", "cores of mine.toml is 0; it takes a number above 0."),
+        ("clock = 1.65e9", 'clock = "fast"', "clock of mine.toml is 'fast'; it takes a number above 0."),
+        ("fp8 = 16384", "fp8 = -1", "fp8 of mine.toml is -1; it takes a number above 0."),
+        ("l0c =", "l9 =", "mine.toml has 'l9', which is no field of a target; there are name, device, "),
+        ('link = "2 TB', 'other = "2 TB', "mine.toml has 'link' and no source of 'link'."),
+        ("link = 2.0e12", "", None),
+    ],
+)
+def test_a_file_with_a_mistake_is_named_with_it(old: str, new: str, sentence: str | None) -> None:
+    assert old in TEXT
+    changed = TEXT.replace(old, new, 1)
+    if sentence is None:
+        assert table.parse(changed, "mine.toml").link is None
+        return
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        table.parse(changed, "mine.toml")

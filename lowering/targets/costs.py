@@ -1,7 +1,6 @@
-"""What is known of each Ascend processor, with where it is written, and a roofline that reads it.
+"""What each op of ours moves and computes, as formulas of its sizes, and the roofline that makes a time of them.
 
-Every predicted figure is a prediction: peak rates, no overheads, never compared with hardware. ``None`` is a figure
-that no public source of ours gives; a roofline leaves out the bound that needs it.
+Every predicted figure is a prediction: peak rates, no overheads, never compared with hardware.
 """
 
 from __future__ import annotations
@@ -11,91 +10,11 @@ from dataclasses import dataclass
 
 import sympy
 
-__all__ = ["COSTS", "TARGETS", "Cost", "Prediction", "Target", "cost", "predict"]
+from ascend_deep.lowering.targets.table import Target
+
+__all__ = ["COSTS", "Cost", "Prediction", "cost", "predict"]
 
 _ZERO = sympy.Integer(0)
-_KB, _MB, _GB = 1 << 10, 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True)
-class Target:
-    """One processor.
-
-    Attributes:
-        name: as ``options={"target": ...}`` takes it.
-        device: the model whose figures these are, as ``get_device_name`` gives it.
-        cores: cube cores, each with two vector cores.
-        clock: of the cube, Hz.
-        flops_per_cycle: of one cube core, by precision; multiply and add count as two.
-        unified, l1, l0a, l0b, l0c: on-chip buffers of one core, bytes.
-        l2: bytes.
-        memory: bytes.
-        bandwidth: of the memory, bytes per second.
-        link: to other processors, bytes per second and direction.
-        sources: where each group of figures is from.
-    """
-
-    name: str
-    device: str
-    cores: int
-    clock: float
-    flops_per_cycle: Mapping[str, int]
-    unified: int
-    l1: int
-    l0a: int
-    l0b: int
-    l0c: int
-    l2: int
-    memory: int
-    bandwidth: float | None
-    link: float | None
-    sources: Mapping[str, str]
-
-    def peak(self, precision: str) -> float:
-        """Floating (or integer) operations per second. Raises KeyError for a precision that it does not have."""
-        return self.cores * self.clock * self.flops_per_cycle[precision]
-
-
-_CUBE = 2 * 16 * 16 * 16  # bf16 and f16: a 16 x 16 x 16 product per cycle
-_A2_RATES = {"bf16": _CUBE, "f16": _CUBE, "int8": 2 * _CUBE, "int4": 4 * _CUBE}
-_A5_RATES = {"bf16": _CUBE, "f16": _CUBE, "int8": 2 * _CUBE, "fp8": 2 * _CUBE, "fp4": 4 * _CUBE}
-_CONFIG = "CANN platform_config"
-_A2_SOURCES = {
-    "cores, clock, rates": f"{_CONFIG}/Ascend910B2.ini: cube_core_cnt, cube_freq, DtypeMKN",
-    "buffers, memory": f"{_CONFIG}/Ascend910B2.ini: ub_size, l1_size, l0_*_size, l2_size, memory_size",
-    "bandwidth": "ddr_rate of 32 bytes x cube cores x clock, as for the Ascend910B4 with 960 GB/s",
-}
-_A5_SOURCES = {
-    "cores": "device spec that bishengir-compile prints",
-    "clock": f"{_CONFIG}/Ascend950PR_9579.ini and DeepGEMM-Ascend's tests: 1650 MHz; another file says 1800",
-    "rates": "asc-devkit documentation of architecture 3510; DeepGEMM-Ascend's tests for fp8 and fp4",
-    "buffers, memory": "device spec that bishengir-compile prints; Ascend950PR_9599.ini",
-}
-
-TARGETS: Mapping[str, Target] = {
-    t.name: t
-    for t in (
-        Target(
-            "ascend950", "Ascend950PR_9589", 32, 1.65e9, _A5_RATES, 248 * _KB, 512 * _KB, 64 * _KB, 64 * _KB, 256 * _KB,
-            128 * _MB, 128 * _GB, 1.5e12, None,
-            {**_A5_SOURCES, "bandwidth": f"{_CONFIG}/Ascend950PR_9579.ini, about 1.5 TB/s, of a part with 28 cores"},
-        ),
-        Target(
-            "ascend950dt", "Ascend950DT_9582", 32, 1.65e9, _A5_RATES, 248 * _KB, 512 * _KB, 64 * _KB, 64 * _KB,
-            256 * _KB, 128 * _MB, 128 * _GB, 3.5e12, None,
-            {**_A5_SOURCES, "bandwidth": "hardware model of DeepGEMM-Ascend's tests, which does not name the part"},
-        ),
-        Target(
-            "ascend910b", "Ascend910B2", 24, 1.8e9, _A2_RATES, 192 * _KB, 512 * _KB, 64 * _KB, 64 * _KB, 128 * _KB,
-            192 * _MB, 64 * _GB, 24 * 32 * 1.8e9, None, _A2_SOURCES,
-        ),
-        Target(
-            "ascend910_93", "Ascend910_9392", 24, 1.8e9, _A2_RATES, 192 * _KB, 512 * _KB, 64 * _KB, 64 * _KB, 128 * _KB,
-            192 * _MB, 64 * _GB, 24 * 32 * 1.8e9, None,
-            {**_A2_SOURCES, "all": "taken to be one die like the Ascend910B2; 24 cores by the vendor's core table"},
-        ),
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,6 +67,7 @@ COSTS: Mapping[str, Callable[[], Cost]] = {
     "gemm_bf16": lambda: Cost(2 * M * N * K, W * (M * K + N * K) + O * M * N),
     "einsum_bf16": lambda: Cost(2 * B * M * N * K, B * (W * (M * K + N * K) + O * M * N)),
     "m_grouped_gemm_bf16": lambda: Cost(2 * M * N * K, W * (M * K + sympy.Min(G, M) * N * K) + O * M * N),
+    "k_grouped_gemm_bf16": lambda: Cost(2 * M * N * K, W * K * (M + N) + O * G * M * N),  # the groups share K
     "gemm_scaled": lambda: Cost(2 * M * N * K, W * M * K + V * N * K + F + O * M * N),
     "m_grouped_gemm_scaled": lambda: Cost(2 * M * N * K, W * M * K + V * sympy.Min(G, M) * N * K + F + O * M * N),
     # S queries, T keys, N heads of depth D; of a choice K are kept, and the scores stay on the chip.
