@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-__all__ = ["logits_kernel"]
+__all__ = ["logits_kernel", "negate"]
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _row_bounds(ks, ke, b, s, inside, keys, ks_b, ks_s, ke_b, ke_s, HAS_KS: tl.c
 
 
 @triton.jit
-def _negate(x, rows):
+def negate(x, rows):
     """``x`` [N, D] with the sign of the rows flipped where ``rows`` [N] is true, on the bits: fp8 has no arithmetic."""
     if x.dtype.primitive_bitwidth == 8:
         bits = x.to(tl.uint8, bitcast=True)
@@ -127,11 +127,11 @@ def logits_kernel(
     if HAS_QSF:
         f = tl.load(q_sf + b * qsf_b + row_s.to(tl.int64) * qsf_s + row_h * qsf_h, mask=row_in, other=0.0)
         w = w * tl.abs(scale * f)
-        x = _negate(x, scale * f < 0)
+        x = negate(x, scale * f < 0)
     else:
         w = w * tl.abs(scale)
         if NEGATIVE:
-            x = _negate(x, row >= 0)
+            x = negate(x, row >= 0)
     operand = tl.trans(x)
 
     s = s0 + tl.arange(0, QUERIES)

@@ -103,4 +103,4 @@ def long_for(columns: int, topk: int) -> Long:
     rank = expected + 4 * math.sqrt(expected) + 8
     survivors = (rank + rank / 16 + 4 * math.sqrt(rank)) * columns / sample.keys
     pick = min(power_of_two(math.ceil(survivors), 1024), MAX_BLOCK)
-    return Long(sample=sample, mark=Block(4096, 4), pick=Block(pick, min(pick // 512, 16)))
+    return Long(sample=sample, mark=Block(2048, 4), pick=Block(pick, min(pick // 512, 16)))

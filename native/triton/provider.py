@@ -18,7 +18,7 @@ from ascend_deep.native._provider import Provider
 from ascend_deep.native.triton import gemm_provider
 from ascend_deep.native.triton.plan import MAX_DEPTH, MAX_HEADS
 
-__all__ = ["TRITON", "logits_limits", "topk_limits"]
+__all__ = ["TRITON", "logits_limits", "paged_limits", "topk_limits"]
 
 _CAPABILITY = (9, 0)
 _OPERANDS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -115,6 +115,57 @@ def topk_limits(
     return _common_limits(q, q_sf, kv, kv_sf, weights, scale)
 
 
+def paged_limits(
+    q: Tensor,
+    q_sf: Tensor | None,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    indices: Tensor | None,
+    *,
+    max_context_len: int,
+    scale: float,
+    fmt: str,
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> str | None:
+    """Why the kernels do not take a call of ``paged_mqa_logits`` or ``paged_mqa_topk``; ``None`` if they do."""
+    if fmt not in ("plain", "fp8"):
+        return f"fmt is {fmt}; the kernel takes plain and fp8."
+    if out_dtype not in _OUTPUTS:
+        return f"out_dtype is {out_dtype}; the kernel writes float32, bfloat16 and float16."
+    if fmt == "plain" and kv_cache.stride(3) != 1:
+        return f"keys of kv_cache have elements {kv_cache.stride(3)} apart; the kernel takes contiguous keys."
+    if fmt == "fp8" and (kv_cache.shape[1] * q.shape[3] % 4 or kv_cache.storage_offset() % 4):
+        return (
+            f"the scales of a page of kv_cache, behind {kv_cache.shape[1]} keys of {q.shape[3]} bytes, do not lie on 4 "
+            "bytes, as the kernel wants them."
+        )
+    if max_context_len >= 2**31:
+        return f"max_context_len is {max_context_len}; the kernel counts keys in 32 bits."
+    if q.shape[1] > 65535:
+        return f"next_n is {q.shape[1]}; a launch takes 65535."
+    return _common_limits(q, q_sf, q if fmt == "fp8" else kv_cache, None, weights, scale)
+
+
+@functools.cache
+def _paged_launches() -> Any:
+    """The module of the launches over a paged cache, which imports Triton."""
+    return importlib.import_module("ascend_deep.native.triton.paged_indexer")
+
+
+def _paged_mqa_logits(*args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = _paged_launches().paged_mqa_logits(*args, **kwargs)
+    return out
+
+
+def _paged_mqa_topk(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _paged_launches().paged_mqa_topk(*args, **kwargs)
+    return out
+
+
 @functools.cache
 def _launches() -> Any:
     """The module of the launches, which imports Triton."""
@@ -135,7 +186,19 @@ TRITON = Provider(
     name="native.triton",
     device="cuda",
     unavailable=_unavailable,
-    kernels={"mqa_logits": _mqa_logits, "mqa_topk": _mqa_topk, **gemm_provider.kernels()},
-    limits={"mqa_logits": logits_limits, "mqa_topk": topk_limits, **gemm_provider.limits()},
-    version="2",
+    kernels={
+        "mqa_logits": _mqa_logits,
+        "mqa_topk": _mqa_topk,
+        "paged_mqa_logits": _paged_mqa_logits,
+        "paged_mqa_topk": _paged_mqa_topk,
+        **gemm_provider.kernels(),
+    },
+    limits={
+        "mqa_logits": logits_limits,
+        "mqa_topk": topk_limits,
+        "paged_mqa_logits": paged_limits,
+        "paged_mqa_topk": paged_limits,
+        **gemm_provider.limits(),
+    },
+    version="3",
 )

@@ -126,6 +126,7 @@ def _sampled_bound(
         expected = topk * gl.minimum(length, SAMPLE).to(gl.float32) / length.to(gl.float32)
         rank = (expected + 4.0 * gl.sqrt(expected) + 8.0).to(gl.int32)
         low = gl.min(key, axis=0)
+        gdc_launch_dependents()  # not before: the next kernel reads the whole row, and the sample would wait
         count = low.to(gl.int32) * 0 + SAMPLE
         if low == 0:
             count = gl.sum((key > 0).to(gl.int32), axis=0)
@@ -163,7 +164,6 @@ def sample_kernel(
     b = (row // rows).to(gl.int64)
     s = (row % rows).to(gl.int64)
     gdc_wait()
-    gdc_launch_dependents()
     first, end = bounds_of(ks, ke, b, s, columns, ks_b, ks_s, ke_b, ke_s, HAS_KS, HAS_KE)
     values += b * v_b + s * v_s
     bounded: gl.constexpr = HAS_KS or HAS_KE

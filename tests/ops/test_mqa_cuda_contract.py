@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ascend_deep import ops
 from ascend_deep.native import logits_rows
+from ascend_deep.native.triton.provider import paged_limits
 from ascend_deep.ops._eager import nothing_between, signature
 from ascend_deep.passes import fp8
 
@@ -148,3 +149,39 @@ def test_fp8_sums_on_cuda_have_a_tolerance_of_their_own(name: str) -> None:
     coarse = op.tolerance_for(FP8, "cuda")
     assert coarse.rtol == coarse.atol == 3e-3 and "14 bits" in coarse.reason
     assert op.tolerance_for(torch.bfloat16, "cuda") == op.tolerance[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("page", "depth", "fmt", "q_dtype", "changes", "reason"),
+    [
+        (64, 128, "fp8", FP8, {}, None),
+        (64, 128, "fp8", torch.bfloat16, {}, None),
+        (3, 6, "fp8", torch.bfloat16, {}, "do not lie on 4 bytes"),
+        (2, 6, "fp8", torch.bfloat16, {}, None),
+        (64, 128, "fp8_ue8m0", FP8, {}, "fmt is fp8_ue8m0"),
+        (64, 256, "plain", torch.bfloat16, {}, None),
+        (64, 257, "plain", torch.bfloat16, {}, "D = 257"),
+        (64, 128, "plain", torch.float64, {}, "float64"),
+        (64, 128, "plain", torch.bfloat16, {"out_dtype": torch.float64}, "out_dtype is torch.float64"),
+        (64, 128, "plain", torch.bfloat16, {"scale": 0.0}, "scale is 0.0"),
+        (64, 128, "plain", torch.bfloat16, {"max_context_len": 2**31}, "counts keys in 32 bits"),
+    ],
+)  # fmt: skip
+def test_limits_of_the_paged_kernel(
+    page: int, depth: int, fmt: str, q_dtype: torch.dtype, changes: dict[str, Any], reason: str | None
+) -> None:
+    width = depth if fmt == "plain" else depth + 4
+    cache = torch.empty(9, page, 1, width, dtype=q_dtype if fmt == "plain" else torch.uint8)
+    q_sf = torch.ones(3, 2, 4, 1) if q_dtype == FP8 else None
+    args = (torch.empty(3, 2, 4, depth, dtype=q_dtype), q_sf, cache, torch.ones(3, 2, 4))
+    rest = (torch.ones(3, 2, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32), None, None)
+    options = {"max_context_len": 40, "scale": 0.3, "fmt": fmt, "clean": True, "out_dtype": None}
+    found = paged_limits(*args, *rest, **{**options, **changes})
+    assert found is None if reason is None else found is not None and reason in found and found.endswith(".")
+
+
+def test_keys_of_a_paged_cache_are_contiguous() -> None:
+    cache = torch.empty(9, 8, 1, 128)[..., ::2]
+    args = (torch.empty(3, 1, 4, 64), None, cache, torch.ones(3, 1, 4), torch.ones(3, 1), torch.zeros(3, 5), None, None)
+    found = paged_limits(*args, max_context_len=40, scale=0.3, fmt="plain")
+    assert found is not None and "2 apart" in found
