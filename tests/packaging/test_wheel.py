@@ -105,7 +105,7 @@ def test_wheel_holds_packages_kernels_and_their_sources(built: Built) -> None:
     expected = {KERNELS}
     for package, folder in FOLDERS.items():
         home = package.replace(".", "/")
-        files = [f for pattern in ("*.py", "*.cpp", "*.h") for f in (built.tree / folder).glob(pattern)]
+        files = [f for pattern in ("*.py", "*.cpp", "*.h", "*.toml") for f in (built.tree / folder).glob(pattern)]
         assert files, folder
         expected |= {f"{home}/{f.name}" for f in files}
     assert sorted(expected - names) == []
