@@ -42,6 +42,8 @@ def prove(rig: Rig, s: Solved, records: Sequence[Record], training: bool) -> Gra
             values = s.part.values(record)
             if values is None or not all(n in values for n in (s.roles.x, s.roles.idx)):
                 return f"its experts are computed elsewhere for some numbers of tokens, in {mode}."
+            if s.roles.mask and s.roles.idx not in s.part.masks(record):
+                return f"{s.roles.idx!r} is not always a mask with at most one expert per token."
             wrong = _counts(s, values, experts) or _aliased(s, record)
             if wrong is not None:
                 return wrong
@@ -157,7 +159,7 @@ def _state(module: nn.Module) -> list[Any]:
 def _unusual(rig: Rig, s: Solved, record: Record, values: Mapping[str, Any], ids: str) -> str | None:
     """Ids that repeat in a row, or that are no expert's: the same as in the op, or excluded by how they are chosen."""
     r, a = s.roles, s.assignment
-    if ids == "repeated" and r.k == 1:
+    if (ids == "repeated" and r.k == 1) or (ids == "above" and r.mask):
         return None
     d = draw(values, s.part, r, a.experts, a.offset, 35, ids=ids)
     try:

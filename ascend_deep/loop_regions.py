@@ -8,7 +8,7 @@ contain every statement that reads an expert, and after which one tensor is all 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ascend_deep.loop_families import Family
+from ascend_deep.loop_masks import mask_of
 from ascend_deep.loop_runs import Record, Rig, quiet
 from ascend_deep.loop_solve import Assignment, assignments, expected, preactivation
 from ascend_deep.loop_source import Block, forbidden, loads, read_later, stores
@@ -39,6 +40,7 @@ class Roles:
         on_input: weights multiply the tokens before the first product.
         counts: values that are the number of choices of each expert, whenever the part begins.
         base: a value of the size of ``x`` that the result is added to, or ``None``.
+        mask: the ids are a mask [.., E] with at most one one per row (``loop_masks``); ``k`` is 1.
     """
 
     x: str
@@ -49,6 +51,7 @@ class Roles:
     on_input: bool = False
     counts: tuple[str, ...] = ()
     base: str | None = None
+    mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ class Part:
             after = record.values[marks[index + 1]]
             values |= {n: after[n] for n in stores([self.block.statements[index]]) if n in after}
         return values
+
+    def masks(self, record: Record) -> set[str]:
+        """Those of its inputs that hold at most one one in each row."""
+        marks = [self.block.marks[self.start], *(self.block.marks[i + 1] for i in self.kept)]
+        return {n for n in self.inputs if any((m, n) in record.single for m in marks)}
 
     def result(self, record: Record) -> Any:
         """What it ended with."""
@@ -202,12 +210,14 @@ def _copied(
 
 # -- which values -----------------------------------------------------------------------------------------------------
 def roles(
-    values: Mapping[str, Any], found: Part, dtype: torch.dtype, hidden: int, experts: int, offset: int
-) -> Iterator[Roles]:
+    values: Mapping[str, Any], found: Part, dtype: torch.dtype, hidden: int, experts: int, offset: int,
+    masks: Collection[str] = (),
+) -> Iterator[Roles]:  # fmt: skip
     """Every choice of values, among those that the part takes, that has the right shapes and dtypes.
 
     Args:
         dtype: of the parameters and so of the tokens.
+        masks: names of values that are masks with at most one one per row.
     """
     copied = [found.block.statements[i] for i in found.first if i not in found.kept]
     names = [n for n in found.inputs if n not in stores(copied)]  # these have another value where the op is called
@@ -219,9 +229,6 @@ def roles(
         for idx, ids in tensors.items():
             if ids.dtype not in (torch.int64, torch.int32) or ids.numel() % rows or ids.numel() == 0:
                 continue
-            k = ids.numel() // rows
-            if k > experts + offset and offset == 0:
-                continue
             counts = tuple(
                 n
                 for n, v in tensors.items()
@@ -230,13 +237,19 @@ def roles(
                 and torch.equal(v.long(), torch.bincount(ids.flatten(), minlength=experts))
             )
             floats = [n for n, v in tensors.items() if v.is_floating_point() and n not in counts]
-            for weights in [n for n in floats if n != x and tensors[n].numel() == rows * k] + [None]:
-                plain = Roles(x, idx, weights, found.out, k, counts=counts)
-                forms = [plain] if weights is None else [plain, replace(plain, on_input=True)]
-                yield from forms
-                for base in floats:
-                    if base not in (x, weights) and tensors[base].numel() == tokens.numel():
-                        yield from (replace(form, base=base) for form in forms)
+            can_be_mask = idx in masks and offset == 0 and ids.shape[-1] == experts and ids.numel() == rows * experts
+            for k, mask in (
+                ((1, True), (ids.numel() // rows, False)) if can_be_mask else ((ids.numel() // rows, False),)
+            ):
+                if k > experts + offset and offset == 0:
+                    continue
+                for weights in [n for n in floats if n != x and tensors[n].numel() == rows * k] + [None]:
+                    plain = Roles(x, idx, weights, found.out, k, counts=counts, mask=mask)
+                    forms = [plain] if weights is None else [plain, replace(plain, on_input=True)]
+                    yield from forms
+                    for base in floats:
+                        if base not in (x, weights) and tensors[base].numel() == tokens.numel():
+                            yield from (replace(form, base=base) for form in forms)
 
 
 def draw(
@@ -256,7 +269,8 @@ def draw(
         scale: of the tokens.
         weight: of the weights.
         ids: ``distinct`` in each row, some experts left out; ``one``: every token has the same; ``repeated``: the
-            first choice twice; ``above``, ``below``: one choice of each row is no expert, greater or -1.
+            first choice twice; ``above``, ``below``: one choice of each row is no expert, greater or -1 (in every
+            other row if there is one choice).
     """
     g = torch.Generator().manual_seed(seed)
     new = {
@@ -278,7 +292,7 @@ def draw(
     elif ids == "above":
         idx[:, 0] = experts + offset
     elif ids == "below":
-        idx[:, 0] = -1
+        idx[:: 2 if r.k == 1 else 1, 0] = -1
     weights = torch.ones(rows, r.k, dtype=x.dtype)
     if r.weights is not None:
         signs = torch.where(torch.rand(rows, r.k, generator=g) < 0.3, -1.0, 1.0)
@@ -292,7 +306,8 @@ def _placed(
 ) -> Draw:
     """The roles' values put among the others, in their own shapes and dtypes."""
     new[r.x] = x.reshape(new[r.x].shape).clone()
-    new[r.idx] = idx.to(new[r.idx].dtype).reshape(new[r.idx].shape)
+    ids: Tensor = new[r.idx]
+    new[r.idx] = mask_of(idx, experts, ids) if r.mask else idx.to(ids.dtype).reshape(ids.shape)
     if r.weights is not None:
         new[r.weights] = weights.reshape(new[r.weights].shape).clone()
     if base is not None and r.base is not None:
@@ -329,7 +344,7 @@ def solve(
     if not ways:
         return None
     experts, offset = ways[0].experts, ways[0].offset
-    for r in roles(values, found, rig.dtype, hidden, experts, offset):
+    for r in roles(values, found, rig.dtype, hidden, experts, offset, found.masks(record)):
         if values[r.x].numel() != after.numel() or (after.dim() != 2 and after.shape != values[r.x].shape):
             continue
         if not _row_by_row(rig, found, values, r, experts, offset, hidden):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ascend_deep.loop_families import Family
+from ascend_deep.loop_masks import OneHot
 from ascend_deep.loop_source import Block, Source
 
 __all__ = ["Record", "Rig", "quiet"]
@@ -51,6 +52,7 @@ class Record:
         others: marks of statements that read parameters or buffers that are no expert's.
         storages: for marks and names of tensors, where their data are.
         chosen: for marks and names, how ``topk`` or a sort chose a tensor of ids.
+        single: marks and names of tensors of zeros and ones that hold at most one one in each row, as one_hot makes.
     """
 
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Record:
     others: set[int] = field(default_factory=set)
     storages: dict[tuple[int, str], int] = field(default_factory=dict)
     chosen: dict[tuple[int, str], Chosen] = field(default_factory=dict)
+    single: set[tuple[int, str]] = field(default_factory=set)
 
     def reads(self, block: Block, index: int, blocks: Sequence[Block]) -> set[str]:
         """Families that statement ``index`` of ``block`` reads, statements inside it included."""
@@ -105,7 +108,7 @@ class Rig:
             Exception: whatever the module raises.
         """
         record, state = Record(), {"mark": -1}
-        ids = _Chosen()
+        ids, masks = _Chosen(), OneHot()
         clones: dict[int, tuple[Tensor, int, Tensor]] = {}
 
         def keep(value: Any) -> Any:
@@ -129,6 +132,8 @@ class Rig:
                             how = ids.find(value)
                             if how is not None:
                                 record.chosen[number, name] = how
+                            if masks.holds(value):
+                                record.single.add((number, name))
 
         def touch(tensor: Tensor) -> None:
             pattern = self._families.get(id(tensor))
@@ -141,7 +146,7 @@ class Rig:
         forward = self.source.instrumented(mark)
         self.module.forward = types.MethodType(forward, self.module)  # type: ignore[method-assign]
         try:
-            with quiet(self.entry, training), _Reads(touch), ids:
+            with quiet(self.entry, training), _Reads(touch), masks, ids:
                 self.entry(x)
         finally:
             del self.module.forward

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep.loop_checks import INTERNALS
+from ascend_deep.loop_masks import ids_of
 from ascend_deep.loop_reads import settings
 
 _OURS = ("forward", "_apply", "__deepcopy__", "_ascend_deep_loop")
@@ -50,6 +51,7 @@ class Call:
         no_grad: the loop ran without autograd.
         base: the result is added to a value that the place passes.
         in_place: that value is written into.
+        mask: the ids are a mask [.., E] with at most one one per row.
     """
 
     k: str | int
@@ -59,6 +61,7 @@ class Call:
     no_grad: bool
     base: bool = False
     in_place: bool = False
+    mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,14 @@ class Experts:
             return False
         return self.fresh if torch.compiler.is_compiling() else self.refresh() is None
 
+    def own_loop(self) -> None:
+        """The module's own loop is about to run: it may."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the module cannot have its own forward back."""
+        return False
+
     def __call__(self, number: int, x: Tensor, idx: Tensor, weights: Tensor | None, base: Tensor | None) -> Tensor:
         """The value of the replaced statements; see ``Call``."""
         call = self.calls[number]
@@ -188,7 +199,7 @@ class Experts:
         elif k == "weights":
             assert weights is not None
             k = weights.shape[-1]
-        tokens, ids = x.reshape(-1, x.shape[-1]), idx.reshape(-1, k)
+        tokens, ids = x.reshape(-1, x.shape[-1]), ids_of(idx) if call.mask else idx.reshape(-1, k)
         scale = weights.reshape(-1, k) if weights is not None else tokens.new_ones(ids.shape)
         out_dtype = None
         if call.out == "weights":

@@ -22,6 +22,7 @@ from ascend_deep.passes import held, vmap
 from ascend_deep.passes.autocast import AutocastUnclear, make_explicit, switched_off
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import op_name
+from ascend_deep.passes.moves import without_moves
 from ascend_deep.passes.purity import IGNORABLE
 from ascend_deep.passes.slices import slice_first
 
@@ -49,6 +50,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
             gm = vmap.written_out(gm)
     except vmap.NotFlat as reason:
         raise NotCaptured(str(reason)) from reason
+    gm = without_moves(gm)
     try:
         gm, calls = held.hold(gm)
     except held.NotHeld as reason:

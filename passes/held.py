@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ascend_deep.passes.autocast import uses_autocast
+from ascend_deep.passes.moves import copied
 
 __all__ = ["HELD", "Held", "NotHeld", "forget", "hold", "put_back"]
 
@@ -89,19 +90,12 @@ def _held(gm: fx.GraphModule, found: dict[int, Held]) -> fx.GraphModule:
     if uses_autocast(gm):  # its casts are written into the graph, but not into the function
         raise NotHeld("a torch.autograd.Function of the model runs under autocast.")
     op = _opaque()
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, copied)
-    graph.output(output)
-    for old, copy in copied.items():
-        if hasattr(old, "_dynamo_source"):  # where an input comes from; AOT Autograd asks for it
-            copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    new = fx.GraphModule(gm, graph)
-    new.meta.update(gm.meta)
+    new, twins = copied(gm)
+    graph = new.graph
     for old in gm.graph.nodes:
         if not _is_call(old):
             continue
-        node = copied[old]
+        node = twins[old]
         operands: list[fx.Node] = []
         sizes: list[fx.Node] = []
         args: list[Any] = []
