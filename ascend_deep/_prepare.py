@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts, hf_loops, loop_experts, quantize_adopt, quantized_files
+from ascend_deep import hf_experts, hf_loops, loop_experts, quantize_adopt, quantize_loops, quantized_files
 from ascend_deep import quantize as quantization
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
 from ascend_deep.hf_loops import WrittenSpec
@@ -82,7 +82,7 @@ class Prepared:
         Raises:
             RuntimeError: layers are quantised and their originals were not kept. All others are restored.
         """
-        gone = quantization.release(self.model)
+        gone = [*quantize_loops.release(self.model), *quantization.release(self.model)]
         _release(self.model)
         if gone:
             raise RuntimeError(
@@ -218,6 +218,10 @@ def prepare(
     # part of a swapped loop.
     done, refused = quantization.experts(model, recipe, exclude, keep_master, cache)
     swapped, left = _swap_experts(model, verify, cache)
+    loops = [s.module for s in swapped if isinstance(s.spec, LoopSpec)]
+    inside, unfit = quantize_loops.quantise(model, loops, recipe, exclude, keep_master)
+    done, refused = [*done, *inside], [*refused, *unfit]
+    swapped = tuple(s for s in swapped if s.module not in {q.module for q in inside})
     more, stay = quantization.linears(model, recipe, exclude, keep_master, [s.module for s in swapped])
     order = {path: i for i, (path, _) in enumerate(model.named_modules())}
     entries = sorted((*adopted, *done, *more), key=lambda q: order[q.module])

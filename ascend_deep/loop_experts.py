@@ -53,6 +53,8 @@ def install(model: nn.Module, loop: Loop, verify: bool) -> str | None:
         experts = getattr(self, ATTRIBUTE, None)
         if experts is not None and experts.usable(self.training) and same(self):
             return rewritten(self, *args, **kwargs)
+        if experts is not None:
+            experts.own_loop()
         return original(self, *args, **kwargs)
 
     del forward.__wrapped__  # type: ignore[attr-defined]  # unwrapping would find the loop
@@ -136,7 +138,7 @@ def _nothing() -> None:
 def remove(module: nn.Module) -> None:
     """Give a module its own forward back, if ``install`` replaced it."""
     experts = vars(module).get(ATTRIBUTE)
-    if ATTRIBUTE not in vars(module):
+    if ATTRIBUTE not in vars(module) or (experts is not None and experts.stays):
         return
     for name in _OURS:
         if name != "forward" or _is_ours(module) or experts is None:

@@ -23,7 +23,7 @@ from ascend_deep.quantize_readers import output_layers, read_by_others, shared_s
 from ascend_deep.quantize_recipes import Recipe
 from ascend_deep.quantized_modules import QuantizedExperts, QuantizedLinear, QuantizedModule
 
-__all__ = ["EXCLUDED", "Quantized", "Refused", "calc_diff", "experts", "linears", "put", "release"]
+__all__ = ["EXCLUDED", "Quantized", "Refused", "calc_diff", "excluded", "experts", "linears", "put", "release"]
 
 EXCLUDED = ("lm_head", "output_layer", "gate", "router", "shared_expert_gate", "score", "classifier")
 """What is not quantised by default: output layers, and routers, whose choice of experts a rounding changes."""
@@ -89,8 +89,10 @@ def linears(
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or type(module).__module__ == "transformers.integrations.finegrained_fp8":
             continue  # quantised by transformers: see quantize_adopt
+        if module._parameters.get("weight", module) is None:
+            continue  # a part of experts that are quantised as a whole
         kind = type(module).__name__
-        reason = _excluded(path, exclude, module in outputs) or _unfit(path, module, shared, read, recipe, taken)
+        reason = excluded(path, exclude, module in outputs) or _unfit(path, module, shared, read, recipe, taken)
         if reason is None:
             done.append(_quantise_linear(model, path, module, recipe, keep_master))
         else:
@@ -98,7 +100,8 @@ def linears(
     return done, left
 
 
-def _excluded(path: str, exclude: Sequence[str], is_output: bool) -> str | None:
+def excluded(path: str, exclude: Sequence[str], is_output: bool) -> str | None:
+    """Why ``exclude`` leaves the layer at ``path`` as it is, or ``None``; ``is_output``: of the whole model."""
     name = path.rpartition(".")[2]
     for pattern in exclude:
         if fnmatch(path, pattern) or fnmatch(name, pattern):
@@ -179,7 +182,7 @@ def experts(
         if not isinstance(getattr(module, "down_proj", None), Tensor):
             continue
         kind = type(module).__name__
-        reason = _excluded(path, exclude, False) or _unfit_experts(path, module, shared, recipe)
+        reason = excluded(path, exclude, False) or _unfit_experts(path, module, shared, recipe)
         spec = reason or hf_experts.resolve(module, True, cache)
         if isinstance(spec, hf_experts.Spec) and not spec.gated:
             spec = "its experts have no gate, and only gated activations are quantised."
@@ -264,7 +267,7 @@ def release(model: nn.Module) -> list[str]:
     """Put every kept original back; returns the paths of the layers whose original was not kept."""
     gone = []
     for path, module in list(model.named_modules()):
-        if not isinstance(module, QuantizedModule):
+        if not isinstance(module, QuantizedModule) or module.in_loop:
             continue
         if not module.master:
             gone.append(path)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ascend_deep import quantize_loops
 from ascend_deep.hf_experts import Spec
 from ascend_deep.quantize import Quantized
 from ascend_deep.quantize_recipes import Recipe
@@ -42,7 +43,11 @@ def save(model: nn.Module, path: str | Path, entries: tuple[Quantized, ...]) -> 
         ImportError: safetensors is not installed.
     """
     known = {e.module: e for e in entries}
-    layers = {p: _describe(m, known.get(p)) for p, m in model.named_modules() if isinstance(m, QuantizedModule)}
+    layers = {
+        p: _describe(m, known.get(_told_of(p, m.in_loop)))
+        for p, m in model.named_modules()
+        if isinstance(m, QuantizedModule)
+    }
     if not layers:
         raise ValueError("save: the model has no quantised layer; call prepare(model, quantize=...) first.")
     tensors: dict[str, Tensor] = {}
@@ -87,6 +92,11 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
     for alias, name in manifest["aliases"].items():
         tensors[alias] = tensors[name]
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    for name, layer in manifest["layers"].items():
+        if layer.get("in_loop"):
+            wrong = quantize_loops.make_room(model, name.rpartition(".")[0])
+            if wrong is not None:
+                raise ValueError(f"load: {path} is of another model: {name.rpartition('.')[0]}: {wrong}")
     made = {name: _make(model, name, layer, tensors, path) for name, layer in manifest["layers"].items()}
     expected = _names_after(model, made)
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
@@ -96,7 +106,10 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
     _check_sizes(model, made, tensors, path)
     for name, new in made.items():
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._modules[leaf] = new
+        if isinstance(new, quantize_loops.LoopExperts):
+            quantize_loops.settle(model.get_submodule(parent), new)
+        else:
+            model.get_submodule(parent)._modules[leaf] = new
     held = {n: t.to(device) for n, t in tensors.items()}
     for name, new in made.items():
         for leaf in [n for n in new.state_dict() if n.endswith("_scale_inv")]:
@@ -111,13 +124,20 @@ def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:
 def _describe(module: QuantizedModule, entry: Quantized | None) -> dict[str, Any]:
     told = {k: v for k, v in asdict(entry).items() if k not in ("module", "recipe")} if entry is not None else {}
     spec = asdict(module.spec) if isinstance(module, QuantizedExperts) else None
-    return {"recipe": module.recipe.to_dict(), "spec": spec, "told": told}
+    return {"recipe": module.recipe.to_dict(), "spec": spec, "told": told, "in_loop": module.in_loop}
 
 
 def _entry(name: str, layer: Mapping[str, Any]) -> Quantized:
     unknown = {"kind": "unknown", "weight_error": float("nan"), "output_error": float("nan")}
     told = {**unknown, "bytes_before": 0, "bytes_after": 0, **layer["told"]}
-    return Quantized(module=name, recipe=Recipe.from_dict(layer["recipe"]), **told)
+    return Quantized(
+        module=_told_of(name, layer.get("in_loop", False)), recipe=Recipe.from_dict(layer["recipe"]), **told
+    )
+
+
+def _told_of(path: str, in_loop: bool) -> str:
+    """The path under which ``prepare`` lists the layer at ``path``: a loop's experts go by the module with the loop."""
+    return path.rpartition(".")[0] if in_loop else path
 
 
 def _make(
@@ -142,7 +162,8 @@ def _make(
         if layer["spec"] is None:
             return QuantizedLinear(*pair("weight"), bias("bias"), recipe)
         spec = Spec(**layer["spec"])
-        return QuantizedExperts(
+        kind = quantize_loops.LoopExperts if layer.get("in_loop") else QuantizedExperts
+        return kind(
             pair("gate_up_proj"), pair("down_proj"), bias("gate_up_proj_bias"), bias("down_proj_bias"), spec, recipe
         )
     except KeyError as error:

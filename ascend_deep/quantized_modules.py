@@ -27,7 +27,10 @@ class QuantizedModule(nn.Module):
         recipe: how data and scales are to be read.
         master: the module that was replaced, in a list, so that it is no part of ``state_dict``; empty if not kept.
         missed: the conversions that it missed since.
+        in_loop: it is called by a rewritten forward, and has no place of its own in the model's code.
     """
+
+    in_loop = False
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -172,12 +175,16 @@ class QuantizedExperts(QuantizedModule):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [T, H], ids and weights [T, K] to [T, H] in the dtype of the tokens. Ids of no expert add nothing."""
+        return self.run(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
+
+    def run(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """As ``forward``, with a result of ``dtype``."""
         from ascend_deep import ops
 
-        x, recipe, experts = hidden_states, self.recipe, self.num_experts
+        recipe, experts = self.recipe, self.num_experts
         if torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad):
             raise RuntimeError("quantised experts have no gradient; run them under torch.no_grad().")
-        out = _sums(x.dtype)
+        out = torch.float32 if dtype == torch.float32 else _sums(x.dtype)
         products: dict[str, Any] = {
             "recipe_a": (1, recipe.group), "recipe_b": recipe.block, "alignment": recipe.alignment, "out_dtype": out,
         }  # fmt: skip
@@ -198,7 +205,7 @@ class QuantizedExperts(QuantizedModule):
         )  # fmt: skip
         y = ops.m_grouped_gemm_scaled(data, scales, self.down_proj_q, self.down_proj_scale_inv, ends, **products)
         result = ops.moe_combine(y, row_map, self._bias_of_tokens(top_k_index, weights, out))
-        return result.to(x.dtype)
+        return result.to(dtype)
 
     def _bias_of_tokens(self, idx: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor | None:
         """[T, H]: the biases of a token's experts, weighted."""

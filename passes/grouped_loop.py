@@ -169,9 +169,10 @@ def _base(node: fx.Node) -> fx.Node:
             break
         before, now = parent.meta.get("val"), node.meta.get("val")
         # Of several tensors at once, one is taken next.
-        both = isinstance(before, Tensor) and isinstance(now, Tensor)
-        if both and before.dtype != now.dtype and (before.dtype, now.dtype) != (torch.bfloat16, torch.float32):
-            break
+        if isinstance(before, Tensor) and isinstance(now, Tensor):
+            pair = before.dtype, now.dtype
+            if pair[0] != pair[1] and pair != (torch.bfloat16, torch.float32):
+                break
         node = parent
     return node
 
