@@ -31,6 +31,7 @@ from ascend_deep.passes.pipeline import NO_TOKENS, Pipeline
 from ascend_deep.passes.policy import Row
 from ascend_deep.report import GraphInfo, OwnCall, Report, is_collecting, record
 from ascend_deep.report_data import decode, encode
+from ascend_deep.report_layout import miss_rows
 
 __all__ = ["ascend_deep", "sources"]
 
@@ -263,5 +264,6 @@ def _tell(outcome: Outcome, report: Report) -> None:
         log.info("graph handed over untouched: %s", outcome.untouched)
     for match in outcome.matches:
         log.info("%s: %s by %s", match.module or match.source, match.spec, match.provider)
-    for miss in outcome.misses:
-        log.info("%s: not fused by %s: %s", miss.module or miss.source, miss.recogniser, miss.reason)
+    for row in miss_rows(outcome.misses):
+        where = row.modules or ", ".join(row.sources)
+        log.info("%s (%d times): not fused by %s: %s", where, row.count, row.recogniser, row.reason)

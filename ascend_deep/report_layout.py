@@ -82,19 +82,48 @@ def match_rows(matches: Sequence[Match]) -> list[MatchRow]:
 
 
 def miss_rows(misses: Sequence[Miss]) -> list[MissRow]:
-    """Misses grouped by (recogniser, reason, hint), in order of first appearance."""
+    """Misses grouped by (recogniser, reason, hint), in order of first appearance.
+
+    Copies of one block, of a loop that was unrolled for example, have reasons that differ in the numbers of what they
+    name (``experts.3.w2``, ``linear_7``) and count as one: the reason then names all of them.
+    """
     groups: dict[tuple[str, str, str], list[Miss]] = {}
     for m in misses:
-        groups.setdefault((m.recogniser, m.reason, m.hint), []).append(m)
+        groups.setdefault((m.recogniser, _unnumbered(m.reason), m.hint), []).append(m)
     return [
         MissRow(
-            *key,
+            recogniser,
+            _joined([m.reason for m in same]),
+            hint,
             len(same),
             short_paths(m.module for m in same),
             tuple(dict.fromkeys(m.source for m in same if m.source)),
         )
-        for key, same in groups.items()
+        for (recogniser, _, hint), same in groups.items()
     ]
+
+
+def _unnumbered(reason: str) -> str:
+    """``reason`` without the numbers that are parts of names."""
+    return re.sub(r"(?<=[a-zA-Z][._])\d+\b(?!\.\d)", "#", reason)
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    """Reasons of the same words as one, with all the names where they differ."""
+    words = [r.split(" ") for r in dict.fromkeys(reasons)]
+    if len(words) == 1 or len({len(w) for w in words}) > 1:
+        return reasons[0]
+    return " ".join(_names(column) for column in zip(*words, strict=True))
+
+
+def _names(words: Sequence[str]) -> str:
+    """``a.0.w,`` and ``a.1.w,`` as ``a.{0-1}.w,``; names without dots by their first and how many more there are."""
+    different = list(dict.fromkeys(words))
+    if len(different) == 1:
+        return words[0]
+    end = words[0][len(words[0].rstrip(",.;:")) :]
+    short = short_paths(w.rstrip(",.;:") for w in different)
+    return (short if "{" in short else f"{words[0].rstrip(',.;:')} and {len(different) - 1} more") + end
 
 
 def own_rows(report: Report) -> list[tuple[str, int, str]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ascend_deep import report as reports
-from ascend_deep.passes._types import Match, Outcome
+from ascend_deep.passes._types import Match, Miss, Outcome
 from ascend_deep.report import GraphInfo, Report, collecting, last_report, publish, record
 from ascend_deep.report_layout import match_rows, miss_rows, short_paths, tree
 
@@ -161,6 +161,31 @@ def test_equal_sites_become_one_row(report: Report) -> None:
     assert len(match_rows([*report.matches, other])) == 3
     (miss,) = miss_rows(report.misses)
     assert miss.count == 3 and miss.modules == "model.layers.{0-2}.mlp.shared"
+
+
+def _reads(
+    names: list[str], text: str = "the block also reads {}, which is not one of its known inputs."
+) -> list[Miss]:
+    return [Miss("swiglu", f"ffns.{i}", "", text.format(name)) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("misses", "rows"),
+    [
+        # the copies of a loop that was unrolled
+        (_reads([f"ffns.{i}.scale" for i in range(6)]), ["the block also reads ffns.{0-5}.scale, which is not one of"]),
+        (_reads([f"linear_{i}" for i in (3, 7, 9)]), ["the block also reads linear_3 and 2 more, which"]),
+        (_reads(["ffns.0.scale", "ffns.0.scale"]), ["the block also reads ffns.0.scale, which"]),
+        # numbers that say something are no names
+        (_reads(["1.5", "2.5"], "it scales by {}."), ["it scales by 1.5.", "it scales by 2.5."]),
+        (_reads(["4", "5"], "it has {} dimensions."), ["it has 4 dimensions.", "it has 5 dimensions."]),
+        (_reads(["ffns.0.scale", "ffns.0.shift"]), ["reads ffns.0.scale", "reads ffns.0.shift"]),
+    ],
+)
+def test_reasons_that_differ_in_the_numbers_of_names_are_one(misses: list[Miss], rows: list[str]) -> None:
+    found = miss_rows(misses)
+    assert [r.count for r in found] == ([len(misses)] if len(rows) == 1 else [1] * len(misses))
+    assert all(text in row.reason for text, row in zip(rows, found, strict=True)), found
 
 
 @pytest.mark.parametrize(

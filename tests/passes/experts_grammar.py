@@ -294,8 +294,11 @@ class Block(nn.Module):
         self.w13 = stored(EXPERTS, *((HIDDEN, half) if swap else (half, HIDDEN)), size=0.5)
         self.w3 = stored(*self.w13.shape, size=0.5) if spec.apart else None
         self.w2 = stored(EXPERTS, *((INNER, HIDDEN) if swap else (HIDDEN, INNER)), size=0.5)
-        self.b13 = stored(EXPERTS, n, size=0.5) if spec.bias else None
+        # Two tensors of biases, as models with two tensors of weights have; some forms also take the halves of one.
+        two = spec.bias and spec.apart and spec.form in ("dense", "unrolled")
+        self.b13 = stored(EXPERTS, INNER if two else n, size=0.5) if spec.bias else None
         self.b2 = stored(EXPERTS, HIDDEN, size=0.5) if spec.bias else None
+        self.b3 = stored(EXPERTS, INNER, size=0.5) if two else None
         self.register_buffer("correction", torch.randn(EXPERTS, generator=generator, dtype=torch.float64).to(dtype))
         self.register_buffer("table", torch.randint(0, EXPERTS, (64, 4), generator=generator))
 
@@ -326,7 +329,8 @@ class Block(nn.Module):
             return self.activate(h if self.b13 is None else h + bias(self.b13))
         gate, up = product(first), product(self.w3 if self.spec.layout == "ekn" else self.w3.transpose(1, 2))
         if self.b13 is not None:
-            gate, up = gate + bias(self.b13[:, :INNER]), up + bias(self.b13[:, INNER:])
+            b1, b3 = (self.b13[:, :INNER], self.b13[:, INNER:]) if self.b3 is None else (self.b13, self.b3)
+            gate, up = gate + bias(b1), up + bias(b3)
         if MUTATIONS[self.spec.mutation][0] == "hidden":
             return self.activate(torch.cat((gate, up), -1))
         return self.at("activated", ACTS[self.spec.act](gate, up))

@@ -85,6 +85,8 @@ def settled(spec: Spec) -> Spec:
     place = MUTATIONS[spec.mutation][0]
     if spec.form != "grouped" and place in ("offsets", "counts", "order"):
         unread.add("mutation")
+    if spec.form == "mapped" and spec.mutation == "dropout":
+        unread.add("mutation")  # vmap raises at random numbers
     if (spec.form != "unrolled" and place in ("loop", "share", "sum")) or (place == "shared" and spec.shared == "none"):
         unread.add("mutation")
     return replace(spec, **{name: getattr(plain, name) for name in unread})
@@ -129,7 +131,8 @@ def examine(spec: Spec, dtype: torch.dtype = torch.float64, dynamic: bool = Fals
         for name, a, b in zip(("result", "gradient of x", *(n for n, _ in block.named_parameters())), got, want,
                               strict=True):  # fmt: skip
             # Renormalised weights of a single choice are 1: the gradient of the gate is 0, eager's is rounding.
-            scale = max(float(b.abs().max()), 1e-6, 1e-3 * largest if name != "result" else 0.0)
+            least = (1e-3 if dtype == torch.float64 else 1e-2) * largest if name != "result" else 0.0
+            scale = max(float(b.abs().max()), 1e-6, least)
             if not float((a - b).abs().max()) <= limit * scale and not (torch.isnan(a) & torch.isnan(b)).any():
                 wrong = wrong or f"{name} differs by {float((a - b).abs().max()) / scale:.2e} at gain {gain}"
     last = outcomes[-1]
