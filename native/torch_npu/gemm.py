@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import GemmScaled, takes
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.formats import E8M0, FP4_PAIRS, NUMBER, is_fp4, last_size, mx_pairs
@@ -157,100 +158,82 @@ def bf16_limits(
 
 
 # -- quantised --------------------------------------------------------------------------------------------------------
-def gemm_scaled(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> Tensor:
-    """As the op says; the schema's arguments."""
-    k = last_size(a) if layout[0] == "n" else a.shape[0]
-    blocks = blocks_of(recipe_a, recipe_b, k, (sfa.dtype, sfb.dtype))
+@takes(GemmScaled)
+def gemm_scaled(x: GemmScaled) -> Tensor:
+    """As the op says."""
+    k = _k(x)
+    blocks = blocks_of(x.recipe_a, x.recipe_b, k, (x.sfa.dtype, x.sfb.dtype))
     assert isinstance(blocks, Blocks)  # the limits refuse all others
-    four = is_fp4(a)
-    x1 = as_stored(a.view(torch.uint8) if four else a, layout[0] == "t")
-    x2 = as_stored(b.view(torch.uint8) if four else b, layout[1] == "t")
-    dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
-    wide = torch.float32 if c is not None or alpha is not None else dtype
-    kwargs: dict[str, Any] = {}
+    four = is_fp4(x.a)
+    x1 = as_stored(x.a.view(torch.uint8) if four else x.a, x.layout[0] == "t")
+    x2 = as_stored(x.b.view(torch.uint8) if four else x.b, x.layout[1] == "t")
     if blocks.mx:
         groups = (k + 31) // 32
-        own = along(mx_pairs(sfa, groups), 0, swapped(x1))
-        scale = along(mx_pairs(sfb, groups).transpose(0, 1), 0, swapped(x2))
-        kwargs = {"pertoken_scale_dtype": E8M0, "scale_dtype": E8M0}
-        if four:
-            kwargs |= {"x1_dtype": FP4_PAIRS, "x2_dtype": FP4_PAIRS}
+        own = along(mx_pairs(x.sfa, groups), 0, swapped(x1))
+        scale = along(mx_pairs(x.sfb, groups).transpose(0, 1), 0, swapped(x2))
     elif blocks.sizes is not None:
-        own, scale = along(sfa, 0, swapped(x1)), along(sfb.t(), 0, swapped(x2))
+        own, scale = along(x.sfa, 0, swapped(x1)), along(x.sfb.t(), 0, swapped(x2))
     else:
-        own, scale = sfa.reshape(-1), sfb.reshape(-1)
+        own, scale = x.sfa.reshape(-1), x.sfb.reshape(-1)
     out: Tensor = torch.ops.npu.npu_quant_matmul(
         x1,
         x2,
         scale,
         pertoken_scale=own,
-        output_dtype=NUMBER[wide],
         group_sizes=None if blocks.sizes is None else list(blocks.sizes),
-        **kwargs,
+        **_numbers(x, blocks),
     )
-    if alpha is not None:
-        out = out * alpha
-    if c is not None:
-        out = out + c.to(torch.float32)
-    return out.to(dtype)
+    if x.alpha is not None:
+        out = out * x.alpha
+    if x.c is not None:
+        out = out + x.c.to(torch.float32)
+    return out.to(_dtype(x))
 
 
-def scaled_limits(
-    target: Target,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> str | None:
+def _k(x: GemmScaled) -> Any:
+    return last_size(x.a) if x.layout[0] == "n" else x.a.shape[0]
+
+
+def _dtype(x: GemmScaled) -> torch.dtype:
+    return x.out_dtype or (torch.bfloat16 if x.c is None else x.c.dtype)
+
+
+def _numbers(x: GemmScaled, blocks: Blocks) -> dict[str, Any]:
+    """The vendor's numbers of dtypes. What is scaled or added to afterwards is float32 until then."""
+    wide = torch.float32 if x.c is not None or x.alpha is not None else _dtype(x)
+    kwargs: dict[str, Any] = {"output_dtype": NUMBER[wide]}
+    if blocks.mx:
+        kwargs |= {"pertoken_scale_dtype": E8M0, "scale_dtype": E8M0}
+        if is_fp4(x.a):
+            kwargs |= {"x1_dtype": FP4_PAIRS, "x2_dtype": FP4_PAIRS}
+    return kwargs
+
+
+@takes(GemmScaled)
+def scaled_limits(target: Target, x: GemmScaled) -> str | None:
     """Why the vendor's op does not compute this call of ``gemm_scaled``; ``None`` if it does."""
-    k = last_size(a) if layout[0] == "n" else a.shape[0]
-    blocks = blocks_of(recipe_a, recipe_b, k, (sfa.dtype, sfb.dtype))
+    k = _k(x)
+    blocks = blocks_of(x.recipe_a, x.recipe_b, k, (x.sfa.dtype, x.sfb.dtype))
     if isinstance(blocks, str):
         return blocks
-    reason = mixed(a, b, blocks)
+    reason = mixed(x.a, x.b, blocks)
     if reason is not None:
         return reason
-    for name, x in (("a", a), ("b", b)):
-        if any(known(size) and size == 0 for size in x.shape):
+    for name, operand in (("a", x.a), ("b", x.b)):
+        if any(known(size) and size == 0 for size in operand.shape):
             return f"{name} {EMPTY}"
-    four = is_fp4(a)
-    if four and layout != "nt":
-        return f"the operands are FP4 in layout {layout!r}; the vendor takes a as [M, K] and b as [N, K]."
-    rows, _ = _logical(a, layout[0] == "t")
-    weight, _ = _logical(b, layout[1] == "t")
+    if is_fp4(x.a) and x.layout != "nt":
+        return f"the operands are FP4 in layout {x.layout!r}; the vendor takes a as [M, K] and b as [N, K]."
+    rows, _ = _logical(x.a, x.layout[0] == "t")
+    weight, _ = _logical(x.b, x.layout[1] == "t")
     m, n = rows.shape[0], weight.shape[1]
-    kwargs: dict[str, Any] = {}
     if blocks.mx:
         own, scale = Spec((m, (k + 63) // 64, 2), torch.uint8), Spec(((k + 63) // 64, n, 2), torch.uint8)
-        kwargs = {"pertoken_scale_dtype": E8M0, "scale_dtype": E8M0}
-        if four:
-            kwargs |= {"x1_dtype": FP4_PAIRS, "x2_dtype": FP4_PAIRS}
     elif blocks.sizes is not None:
-        own = Spec((sfa.shape[0], sfa.shape[1]), sfa.dtype, rows.swapped)
-        scale = Spec((sfb.shape[1], sfb.shape[0]), sfb.dtype, weight.swapped)
+        own = Spec((x.sfa.shape[0], x.sfa.shape[1]), x.sfa.dtype, rows.swapped)
+        scale = Spec((x.sfb.shape[1], x.sfb.shape[0]), x.sfb.dtype, weight.swapped)
     else:
-        own, scale = Spec((m,), sfa.dtype), Spec((n,), sfb.dtype)
-    dtype = out_dtype or (torch.bfloat16 if c is None else c.dtype)
-    wide = torch.float32 if c is not None or alpha is not None else dtype
+        own, scale = Spec((m,), x.sfa.dtype), Spec((n,), x.sfb.dtype)
     return refusal(
         "npu_quant_matmul",
         target,
@@ -258,9 +241,8 @@ def scaled_limits(
         weight,
         scale,
         pertoken_scale=own,
-        output_dtype=NUMBER[wide],
         group_sizes=None if blocks.sizes is None else blocks.sizes,
-        **kwargs,
+        **_numbers(x, blocks),
     )
 
 
