@@ -63,6 +63,7 @@ class Family:
         inputs: ``"tokens"``, ``"decoder"`` (tokens for encoder and decoder), ``"embeddings"`` or ``"image"``.
         layers: number of layers; more than one where later layers do something else than the first.
         third: member of the representative part that ``--third`` and the CI job run.
+        beyond: op to a sentence: the part of this model that is no member of the op's family, and why.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Family:
     inputs: str = "tokens"
     layers: int = 1
     third: bool = False
+    beyond: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -82,7 +84,8 @@ class Family:
 
 
 def _f(name: str, model_type: str = "", /, **options: Any) -> Family:
-    known = {k: options.pop(k) for k in ("config", "model", "own_experts", "inputs", "layers", "third") if k in options}
+    own = ("config", "model", "own_experts", "inputs", "layers", "third", "beyond")
+    known = {k: options.pop(k) for k in own if k in options}
     return Family(name, model_type or name, options, **known)
 
 
@@ -118,10 +121,26 @@ FAMILIES: tuple[Family, ...] = (
         "deepseek_v4",
         layer_types=["heavily_compressed_attention"],
         mlp_layer_types=["hash_moe"],
+        beyond={
+            "moe_route": "Nothing is chosen by score: a table gives the experts of every token id (hash routing), and "
+            "its scores only weigh them.",
+        },
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     ),
     _f("diffusion_gemma", "diffusion_gemma_text", model="DiffusionGemmaEncoderTextModel"),
-    _f("doge", own_experts="DogeCDMoE", is_moe=True, num_experts=16),
+    _f(
+        "doge",
+        own_experts="DogeCDMoE",
+        is_moe=True,
+        num_experts=16,
+        beyond={
+            "moe_route": "The router views [tokens, 2 keys] as [2, tokens, keys], so that the logits of a token come "
+            "from other tokens as well; the op takes tokens one by one, and without a fixed number of them it cannot "
+            "be proven.",
+            "moe_experts": "Each expert is one row of two embeddings, so it is one number wide, and rows are looked up "
+            "by product keys; moe_experts is made for grouped products of matrices.",
+        },
+    ),
     _f("dots1"),
     _f("dots3_note", "dots3_note_text"),
     _f("ernie4_5_moe", third=True),
@@ -192,10 +211,21 @@ FAMILIES: tuple[Family, ...] = (
         decoder_ffn_dim=96,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
+        beyond={
+            "moe_route": "The two experts come from two argmaxes, and their probabilities are renormalised after "
+            "tokens beyond an expert's capacity were dropped; moe_route treats every token alone and has no capacity.",
+        },
     ),
     _f("olmoe"),
     _f("openai_privacy_filter"),
-    _f("phimoe", third=True),
+    _f(
+        "phimoe",
+        third=True,
+        beyond={
+            "moe_route": "Sparsemixer: each of the two experts is weighed by a softmax over its own thresholded set of "
+            "experts, in training with noise and a gradient of its own; moe_route applies one scoring to all experts.",
+        },
+    ),
     _f("qwen2_moe", third=True),
     _f("qwen3_5_moe", "qwen3_5_moe_text"),
     _f("qwen3_moe"),
@@ -242,6 +272,11 @@ FAMILIES: tuple[Family, ...] = (
         patch_size=[8, 8],
         mlp_ratio=2,
         part_features=16,
+        beyond={
+            "moe_route": "Nothing is chosen by score: the data set that an image is of decides on its expert.",
+            "moe_experts": "Each expert is one matrix, and all tokens of an image take the same one; moe_experts is "
+            "two products with an activation between them.",
+        },
     ),
     _f("zaya", third=True, layers=2, num_experts_per_tok=1),
 )

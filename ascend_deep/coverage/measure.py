@@ -109,7 +109,9 @@ class FamilyBench:
         # Dynamo compiles the code of equal blocks once, and pieces between graph breaks too: count what runs.
         shared = bool(breaks) or (layers > 1 and not self.whole)
         ops = _ran(lambda: model(**self._inputs("static")), cell.phase) if shared else report.counts()
-        return _judge(cell, layers, ops, report, breaks, left, *error)
+        result = _judge(cell, layers, ops, report, breaks, left, *error)
+        beyond = {op: text for op, text in self.family.beyond.items() if op in result.reasons}
+        return Result(**{**vars(result), "reasons": {**result.reasons, **beyond}})
 
 
 def _ran(call: Callable[[], Any], phase: str) -> dict[str, int]:

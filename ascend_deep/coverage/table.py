@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ascend_deep.coverage.cells import IMPLEMENTATIONS, OWN, PHASES, SHAPES, Cell, Result
+from ascend_deep.coverage.cells import IMPLEMENTATIONS, OWN, PHASES, PREPARED, SHAPES, Cell, Result
 from ascend_deep.coverage.families import FAMILIES
 
 __all__ = ["Baseline", "to_markdown"]
@@ -171,6 +171,19 @@ def _summary(baseline: Baseline, by_family: Mapping[str, Mapping[str, Result]]) 
         f"* {counted['fused']} of {sum(counted.values())} cells are fused whole, {counted['partial']} in part, "
         f"{counted['left']} are left as they are, {counted['wrong']} differ from eager, {counted['failed']} failed.",
     ]
+    prepared = {f: [r for r in cells.values() if r.cell.implementation == PREPARED] for f, cells in by_family.items()}
+    done = [f for f, cells in prepared.items() if cells and all(r.status == "fused" for r in cells)]
+    lines.insert(1, f"* **{len(done)} of {len(by_family)} families** are fused whole after `prepare`.")
+    known = {family.name: family.beyond for family in FAMILIES}
+    beyond = [
+        f
+        for f, cells in prepared.items()
+        if f not in done and cells and all(set(r.reasons) <= set(known.get(f, ())) for r in cells)
+    ]
+    if beyond:
+        lines.append(
+            f"* In {', '.join(beyond)} all is fused that is in the ops' families; what is left computes something else."
+        )
     if none:
         lines.append(f"* Nothing is fused in {', '.join(none)}.")
     return "\n".join(lines)
