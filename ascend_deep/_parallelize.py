@@ -7,6 +7,7 @@ sends every token to the ranks of its experts (``ep_dispatch``), runs ``moe_expe
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -109,9 +110,9 @@ def parallelize(
     """Share the experts of a Hugging Face model out over the ranks of one dimension of ``mesh``, in place.
 
     Every rank calls it with the same model and weights, and then runs the model on its own tokens; results are those of
-    the whole model. Gradients of a rank's experts are sums over the tokens of all ranks, those of all other parameters
-    over its own tokens, as without it. Make the optimizer afterwards: expert parameters are new. What averages
-    gradients over ranks (DDP) must leave them alone.
+    the whole model (in half precision each rank rounds its part of a token's sum). Gradients of a rank's experts are
+    sums over the tokens of all ranks, those of all other parameters over its own tokens, as without it. Make the
+    optimizer afterwards: expert parameters are new. What averages gradients over ranks (DDP) must leave them alone.
 
     All ranks have to run every layer equally often, whatever tokens they have; a rank may have none.
 
@@ -148,8 +149,13 @@ def parallelize(
         raise ValueError(f"parallelize: {problem}")
     if hf_experts.is_decorated(model):
         raise ValueError("parallelize: model is an experts module itself; pass the module that holds it.")
-    found = _experts(model, ranks, partial, verify)
-    _same_weights(found, group)
+    found: list[tuple[str, Any, Spec]] = []
+    refused: ValueError | None = None
+    try:
+        found = _experts(model, ranks, partial, verify)
+    except ValueError as error:
+        refused = error
+    _agree(found, refused, group, torch.device(mesh.device_type))
     for _, experts, spec in found:
         _replace(model, experts, ParallelExperts(experts, spec, name, ranks, rank, max_tokens_per_rank))
     return model
@@ -214,27 +220,45 @@ def _experts(model: nn.Module, ranks: int, partial: bool, verify: bool) -> list[
     return found
 
 
-def _same_weights(found: Sequence[tuple[str, Any, Spec]], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if the ranks hold different experts: no whole model would have these results."""
-    if dist.get_backend(group) == "fake":
-        return  # a plan for ranks that are not there
+def _agree(
+    found: Sequence[tuple[str, Any, Spec]], problem: ValueError | None, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise on every rank if one cannot go on, or if they hold different experts: no whole model has such results."""
+    if dist.get_backend(group) == "fake":  # a plan for ranks that are not there
+        if problem is not None:
+            raise problem
+        return
     tensors = [(f"{path}.{n}", getattr(m, n).detach()) for path, m, spec in found for n in _parameter_names(spec)]
+    plan = repr([(n, tuple(t.shape), t.dtype) for n, t in tensors] + [spec for _, _, spec in found])
+    (mine, *_), plans = _gather(torch.tensor([-1 if problem else zlib.crc32(plan.encode())]), group, device)
+    if problem is not None:
+        raise problem
+    refused = [str(q) for q, p in enumerate(plans) if p == -1]
+    if refused:
+        raise ValueError(f"parallelize: rank {', '.join(refused)} refused this model; its own error says why.")
+    if any(p != mine for p in plans):
+        raise ValueError(
+            "parallelize: the ranks hold different models; names, sizes or dtypes of their experts differ."
+        )
     tensors = [(n, t) for n, t in tensors if t.device.type != "meta"]
     if not tensors:
         return
-    device = tensors[0][1].device
-    sums = torch.stack(
-        [
-            torch.stack((t.sum(dtype=torch.float64), torch.linalg.vector_norm(t, dtype=torch.float64))).to(device)
-            for _, t in tensors
-        ]
-    )
-    bits = sums.view(torch.int64)  # NaN equals itself
-    every = [torch.empty_like(bits) for _ in range(group.size())]
-    dist.all_gather(every, bits, group=group)
+    sums = [
+        torch.stack((t.sum(dtype=torch.float64), torch.linalg.vector_norm(t, dtype=torch.float64))).cpu()
+        for _, t in tensors
+    ]
+    own, every = _gather(torch.stack(sums).view(torch.int64), group, device)  # as bits, where NaN equals itself
     for at, (name, _) in enumerate(tensors):
-        if any(not torch.equal(other[at], every[0][at]) for other in every):
+        if any(not torch.equal(other[at], own[at]) for other in every):
             raise ValueError(f"parallelize: {name} differs between the ranks; load the same weights on all of them.")
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """``own`` and what every rank has in its place, on the CPU."""
+    sent = own.to(device)
+    every = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(every, sent, group=group)
+    return own, [t.cpu() for t in every]
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -196,6 +196,13 @@ def _loading(rank: int, ranks: int) -> str:
     with pytest.raises(ValueError) as caught:
         ascend_deep.parallelize(whole, mesh)
     assert not _experts(whole)
+    other = _whole("gpt_oss", layers=1)
+    if rank == 1:
+        other.model.layers[0].mlp.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="it has hooks" if rank == 1 else "rank 1 refused this model; its own error"):
+        ascend_deep.parallelize(other, mesh)
+    with pytest.raises(ValueError, match="the ranks hold different models; names, sizes or dtypes"):
+        ascend_deep.parallelize(_whole("gpt_oss", layers=1, intermediate_size=40 + 8 * rank), mesh)
     return str(caught.value)
 
 
