@@ -12,7 +12,7 @@ from ascend_deep.passes import certificates, pipeline
 from ascend_deep.passes.replay import replay
 from tests.backend.families import build, token_ids
 
-EAGER = {"downstream": "aot_eager"}
+EAGER = {"downstream": "eager"}
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
