@@ -84,9 +84,20 @@ class Bench:
                 return Dims({}, moved), wanted
             return Dims(), tuple(int(s) for s in self.lead)
         dims = Dims.plan(pairs)
-        if dims is None:
-            raise TiedTokens
-        return dims, wanted
+        return (dims, wanted) if dims is not None else self._reachable(rows)
+
+    def _reachable(self, rows: int) -> tuple[Dims, tuple[int, ...]]:
+        """The smallest sizes with at least ``rows`` tokens: a batch of a fixed size leaves multiples of it only."""
+        exprs = [s.node.expr for s in self.lead if isinstance(s, torch.SymInt)]
+        names = {str(symbol) for expr in exprs for symbol in expr.free_symbols}
+        if len(names) == 1:
+            (name,) = names
+            for value in range(1, rows + 1):
+                dims = Dims({name: value})
+                lead = tuple(dims.size(s) for s in self.lead)
+                if min(lead) > 0 and torch.Size(lead).numel() >= rows:
+                    return dims, lead
+        raise TiedTokens
 
     def _wanted(self, rows: int) -> tuple[int, ...]:
         """``rows`` as token dims: all in the last one, but two in the first if there are several."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ascend_deep
 from tests.passes.router_spellings import BY_NAME, E, K
 from tests.passes.router_tools import Gate, by_id, compiled, tokens
 
@@ -313,3 +314,25 @@ def test_chosen_scores_that_are_compared_with_all_scores_stay_theirs(name, scori
 def test_scores_that_are_used_but_not_compared_do_not_stop_a_router():
     backend = check(lambda logits: (*torch.topk(logits.softmax(-1), K), logits.softmax(-1).mean(0), logits.sigmoid()))
     assert len(backend.one.solutions) == 1
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_batch_of_a_fixed_size_times_a_symbolic_length(batch):
+    """Tokens come in multiples of the batch, so the block cannot be run on any number of them."""
+    torch.manual_seed(batch)
+    gate = torch.nn.Linear(24, 9)
+
+    def router(x):
+        weights, idx = gate(x.view(-1, 24)).softmax(-1).topk(3, -1)
+        return weights / weights.sum(-1, keepdim=True), idx
+
+    torch._dynamo.reset()
+    run = torch.compile(router, backend="ascend_deep", options={"downstream": "eager"}, fullgraph=True)
+    first = torch.randn(batch, 7, 24)
+    torch._dynamo.mark_dynamic(first, 1)
+    with torch.no_grad():
+        for x in (first, torch.randn(batch, 12, 24)):
+            (weights, idx), (wanted, chosen) = run(x), router(x)
+            assert torch.equal(idx, chosen)
+            torch.testing.assert_close(weights, wanted)
+    assert ascend_deep.last_report().counts() == {"moe_route": 1}
