@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +65,18 @@ class Packed(oss.GptOssExperts):
         return mxfp4.convert_moe_packed_tensors(self.down_proj_blocks, self.down_proj_scales)
 
 
-def model_of(wrap: Any) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
-    """gpt-oss in small, one layer, experts as ``wrap(original, data)`` makes them."""
-    fields = {
-        "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": 1,
-        "swiglu_limit": 5.0,
-    }  # fmt: skip
-    loaded = models.load("gpt_oss", fields=fields, experts_implementation="grouped_mm", shape=(2, 5), training=False)
-    model, data = loaded.model.to(BF16).eval(), checkpoint()
+@pytest.fixture(scope="module")
+def loaded() -> models.Loaded:
+    """gpt-oss in small, one layer; tests copy it."""
+    fields = {"hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": 1, "swiglu_limit": 5.0}
+    found = models.load("gpt_oss", fields=fields, experts_implementation="grouped_mm", shape=(2, 5), training=False)
+    found.model.to(BF16).eval()
+    return found
+
+
+def model_of(loaded: models.Loaded, wrap: Any) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    """A model with experts as ``wrap(original, data)`` makes them, token ids, and the experts' data."""
+    model, data = copy.deepcopy(loaded.model), checkpoint()
     mlp = model.model.layers[0].mlp
     mlp.experts = wrap(mlp.experts, data)
     return model, loaded.kwargs["input_ids"], data
@@ -86,8 +91,8 @@ def dequantised(data: dict[str, Tensor], name: str) -> Tensor:
     return mxfp4.convert_moe_packed_tensors(data[f"{name}_blocks"], data[f"{name}_scales"]).mT  # [E, N, K]
 
 
-def test_blocks_and_scales_are_taken_as_they_are(tmp_path: Any) -> None:
-    model, ids, data = model_of(Packed)
+def test_blocks_and_scales_are_taken_as_they_are(loaded: models.Loaded, tmp_path: Any) -> None:
+    model, ids, data = model_of(loaded, Packed)
     want = logits_of(model, ids)
     original = model.model.layers[0].mlp.experts
     prepared = ascend_deep.prepare(model, quantize="fp4", exclude=["*proj", "lm_head", "router"])
@@ -106,16 +111,16 @@ def test_blocks_and_scales_are_taken_as_they_are(tmp_path: Any) -> None:
     counts = ascend_deep.last_report().counts()
     assert counts["m_grouped_gemm_scaled"] == 2 and counts["moe_route"] == 1
     prepared.save(tmp_path / "m.safetensors")
-    other, _, _ = model_of(lambda experts, data: experts)
+    other, _, _ = model_of(loaded, lambda experts, data: experts)
     ascend_deep.load_quantized(other, tmp_path / "m.safetensors")
     assert torch.equal(logits_of(other, ids), got)
     prepared.restore()
     assert model.model.layers[0].mlp.experts is original and torch.equal(logits_of(model, ids), want)
 
 
-def test_experts_that_are_dequantised_in_the_graph_are_fused() -> None:
+def test_experts_that_are_dequantised_in_the_graph_are_fused(loaded: models.Loaded) -> None:
     """Without ``quantize`` the experts keep their arithmetic: bfloat16 activations, one op for both products."""
-    model, ids, _ = model_of(Packed)
+    model, ids, _ = model_of(loaded, Packed)
     want = logits_of(model, ids)
     run = torch.compile(model, backend="ascend_deep", fullgraph=True, options={"downstream": "eager"})
     got = logits_of(run, ids)
@@ -142,9 +147,9 @@ def of_transformers(original: nn.Module, data: dict[str, Tensor]) -> nn.Module:
     return module
 
 
-def test_experts_loaded_for_the_kernels_of_transformers() -> None:
-    reference, ids, data = model_of(Packed)
-    model, _, _ = model_of(lambda original, _: of_transformers(original, data))
+def test_experts_loaded_for_the_kernels_of_transformers(loaded: models.Loaded) -> None:
+    reference, ids, data = model_of(loaded, Packed)
+    model, _, _ = model_of(loaded, lambda original, _: of_transformers(original, data))
     model.load_state_dict(reference.state_dict(), strict=False)
     layer = model.model.layers[0]
     layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, layer.mlp.experts)
@@ -168,8 +173,9 @@ def changed(name: str, value: Any) -> Any:
 
 
 class Doubled(Packed):
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return 2 * super().forward(x, ids, weights)
+    @property
+    def down_proj(self) -> Tensor:
+        return 2 * mxfp4.convert_moe_packed_tensors(self.down_proj_blocks, self.down_proj_scales)
 
 
 class Tanh(Packed):
@@ -205,16 +211,17 @@ LEFT = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_what_is_left(case: str) -> None:
+def test_what_is_left(loaded: models.Loaded, case: str) -> None:
     wrap, words = LEFT[case]
-    model, _, _ = model_of(wrap)
-    before = model.model.layers[0].mlp.experts
-    prepared = ascend_deep.prepare(model, quantize="fp4", exclude=["*proj", "lm_head", "router"])
-    assert prepared.quantized == () and model.model.layers[0].mlp.experts is before
+    holder = nn.Module()
+    holder.experts = before = wrap(loaded.model.model.layers[0].mlp.experts, checkpoint())
+    prepared = ascend_deep.prepare(holder, quantize="fp4")
+    assert prepared.quantized == () and holder.experts is before
     assert any(words in item.reason for item in prepared.left), [item.reason for item in prepared.left]
 
 
-def test_a_target_without_fp4() -> None:
-    model, _, _ = model_of(Packed)
+def test_a_target_without_fp4(loaded: models.Loaded) -> None:
+    holder = nn.Module()
+    holder.experts = Packed(loaded.model.model.layers[0].mlp.experts, checkpoint())
     with pytest.raises(ValueError, match="SM90 has no products of FP4"):
-        ascend_deep.prepare(model, quantize="fp4", target="sm90")
+        ascend_deep.prepare(holder, quantize="fp4", target="sm90")
