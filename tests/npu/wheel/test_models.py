@@ -65,27 +65,26 @@ class Captured:
     expanded: list[fx.GraphModule] = field(default_factory=list)
 
 
-def _compile(family: str, dynamic: bool, processors: tuple[str, ...], run: bool = True) -> Captured:
+@functools.cache
+def captured(family: str) -> Captured:
     fields, _, _ = MODELS[family]
     loaded = models.load(family, fields=fields, layers=1, shape=(2, 9), dtype="float32")
     with torch.no_grad():
-        captured = Captured(loaded.model(*loaded.args, **loaded.kwargs).logits)
+        model = Captured(loaded.model(*loaded.args, **loaded.kwargs).logits)
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         stage = _Stage(Options.parse({"downstream": "eager"}), gm)
         stage.run(gm)
-        captured.fused |= {m.op for m in stage.finish()[0].matches}
-        for processor in processors:
+        model.fused |= {m.op for m in stage.finish()[0].matches}
+        for processor in ("910b", "950pr"):
             with soc.planned(processor):
                 graphs = torchair_emit.convert(gm, inputs, processor, stubs_folder())
-            captured.emitted.setdefault(processor, []).extend(graphs)
+            model.emitted.setdefault(processor, []).extend(graphs)
 
         def keep(part: fx.GraphModule, _: Any) -> Callable[..., Any]:
-            captured.expanded.append(part)
+            model.expanded.append(part)
             return part.forward
 
-        if not run:
-            return gm.forward
         with soc.planned("910b"):
             compiled: Callable[..., Any] = _torch_compat.aot_module_simplified(
                 gm, inputs, fw_compiler=keep, decompositions=dict(torchair.decompositions())
@@ -94,16 +93,11 @@ def _compile(family: str, dynamic: bool, processors: tuple[str, ...], run: bool 
 
     before = dict(reference.CALLS)
     with torch.no_grad():
-        compiled = torch.compile(loaded.model, backend=backend, dynamic=dynamic or None)
-        captured.result = compiled(*loaded.args, **loaded.kwargs).logits
-    captured.ran = {k: v - before.get(k, 0) for k, v in reference.CALLS.items() if v > before.get(k, 0)}
+        compiled = torch.compile(loaded.model, backend=backend)
+        model.result = compiled(*loaded.args, **loaded.kwargs).logits
+    model.ran = {k: v - before.get(k, 0) for k, v in reference.CALLS.items() if v > before.get(k, 0)}
     torch._dynamo.reset()
-    return captured
-
-
-@functools.cache
-def captured(family: str) -> Captured:
-    return _compile(family, dynamic=False, processors=("910b", "950pr"))
+    return model
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -184,8 +178,25 @@ def test_the_graph_is_the_stored_one(family: str) -> None:
 
 
 def test_symbolic_sizes_stay_symbolic() -> None:
-    model = _compile("qwen3_moe", dynamic=True, processors=("910b",), run=False)
-    (graph,) = model.emitted["910b"]
+    """A router with its experts, the part of a model in which vendor ops have to take any number of tokens."""
+    loaded = models.load("qwen3_moe", fields={"num_experts": 9}, layers=1, dtype="float32")
+    block = loaded.model.model.layers[0].mlp
+    graphs: list[Emitted] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        stage = _Stage(Options.parse({"downstream": "eager"}), gm)
+        stage.run(gm)
+        assert {m.op for m in stage.finish()[0].matches} == {"moe_experts", "moe_route"}
+        with soc.planned("910b"):
+            graphs.extend(torchair_emit.convert(gm, inputs, "910b", stubs_folder()))
+        return gm.forward
+
+    x = torch.randn(2, 9, loaded.model.config.hidden_size)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(block, backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    (graph,) = graphs
     assert graph.problems == ()
     assert torchair_graph.counts(graph.nodes)["GroupedMatmul"] == 2
     inputs = [n for n in graph.nodes if n.type == "Data"]
