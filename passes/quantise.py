@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ascend_deep.lowering._torch_compat import statically_known_true
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.fp8_cut import FP8, gradient_reaches
@@ -91,6 +93,13 @@ class Quantise:
     def solve(self, region: Region) -> Solution | Refusal:
         """Block and kind of scale."""
         output = region.outputs[-1]
+        if not isinstance(size(region.inputs["x"].meta["val"].shape[-1]), int):
+            return Refusal(
+                "its rows have a symbolic length, and so have the blocks that they are divided into; quant_fp8 takes "
+                "blocks of a fixed size.",
+                output,
+                "Compile with dynamic=None and mark the tokens alone, torch._dynamo.mark_dynamic(x, 0).",
+            )
         refusal = None
         for gran in _grans(region):
             dims = _plan(region, gran)
@@ -123,11 +132,21 @@ class Quantise:
         call = build.call(torch.ops.ascend_deep.quant_fp8.default, x, sf_format="fp32", **solution.attrs)
         data, scales = build.item(call, 0), build.item(call, 1)
         *wanted, last = region.outputs
-        have = region.inputs["x"].meta["val"].dim()
-        return [
-            *(like(build, scales, node, have) for node in wanted),
-            in_blocks(build, data, last, have, solution.attrs["gran"]),
-        ]
+        value: Tensor = region.inputs["x"].meta["val"]
+        gran = solution.attrs["gran"]
+
+        def rows(result: fx.Node, node: fx.Node) -> tuple[fx.Node, int]:
+            """``result`` with the leading dims in one if ``node`` has them so, and how many dims it has then."""
+            if value.dim() < 3 or gran[0] > 1 or not _flat(value, node.meta["val"]):
+                return result, value.dim()
+            return build.call(_aten.flatten.using_ints, result, 0, -2), 2
+
+        found = []
+        for node in wanted:
+            result, have = rows(scales, node)
+            found.append(like(build, result, node, have))
+        result, have = rows(data, last)
+        return [*found, in_blocks(build, result, last, have, gran)]
 
 
 # -- finding --------------------------------------------------------------------------------------------------------
@@ -169,11 +188,11 @@ def fewer(view: GraphView, node: fx.Node, x: fx.Node) -> bool:
 
 
 def _count(value: Tensor) -> int:
-    """Number of elements with every symbol at 64."""
+    """Number of elements with every symbol at a power of two that every block divides."""
     total = 1
     for s in value.shape:
         expr = size(s)
-        total *= expr if isinstance(expr, int) else int(expr.subs(dict.fromkeys(expr.free_symbols, 64)))
+        total *= expr if isinstance(expr, int) else int(expr.subs(dict.fromkeys(expr.free_symbols, 512)))
     return total
 
 
@@ -193,13 +212,13 @@ def _plan(region: Region, gran: tuple[int, ...], rows: int = 5) -> Dims | None:
     down, along = gran
     literals: dict[int, int] = {1: 1, down: down, along: along}
     columns = shape[-1]
+    symbols: dict[str, int] = {}
     groups = -(-columns // along)
     if groups > 2 and columns not in literals and groups not in literals and columns % along == 0:
         literals[columns], literals[groups] = 2 * along, 2
     else:
         literals.setdefault(columns, columns)
         literals.setdefault(groups, groups)
-    symbols: dict[str, int] = {}
     small = iter((rows, 2, 3, 4, 6))
     for s in shape[:-1]:
         if isinstance(s, int):
@@ -266,6 +285,14 @@ def _close(scale: Tensor, sf: Tensor) -> bool:
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
+def _flat(x: Tensor, out: Tensor) -> bool:
+    """Whether ``out`` has all rows of ``x`` in its first dim."""
+    rows: Any = 1
+    for s in x.shape[:-1]:
+        rows = rows * s
+    return bool(statically_known_true(out.shape[0] == rows)) and not statically_known_true(out.shape[0] == x.shape[0])
+
+
 def like(build: Builder, scales: fx.Node, node: fx.Node, have: int) -> fx.Node:
     """The scales (``have`` dims) with the ones that the block's have in their shape."""
     shape = list(node.meta["val"].shape)

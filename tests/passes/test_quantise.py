@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemm_tools import compiled, together
+from gemm_tools import Run, compiled, together
 
 ONLY = ("quantise",)
 FP8, B = torch.float8_e4m3fn, 128
@@ -40,6 +40,20 @@ def whole_row(x):
     return (x / s).clamp(-448.0, 448.0).to(FP8), s
 
 
+def flattened(x):
+    """Blocks and scales of all rows, whatever the leading dims; the data in the shape of ``x``."""
+    blocks = x.reshape(-1, x.shape[-1]).view(-1, x.shape[-1] // B, B)
+    s = blocks.abs().float().amax(2).clamp(1e-4) / 448
+    return (blocks / s.unsqueeze(2)).to(FP8).view(x.shape), s
+
+
+def blocks_of_rows(x):
+    """The data stay in blocks."""
+    blocks = x.float().view(-1, x.shape[-1] // B, B)
+    s = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    return (blocks / s).to(FP8), s
+
+
 SPELLINGS = {
     "rows of groups": (rows, (6, 384), [1, 128], False),
     "groups of 32": (lambda x: rows(x, group=32), (6, 96), [1, 32], False),
@@ -48,6 +62,8 @@ SPELLINGS = {
     "weight": (weight, (384, 512), [128, 128], False),
     "whole rows": (whole_row, (6, 80), [1, 80], False),
     "three dims": (rows, (2, 3, 256), [1, 128], False),
+    "three dims flattened": (flattened, (2, 3, 512), [1, 128], False),
+    "three dims in blocks of rows": (blocks_of_rows, (3, 4, 256), [1, 128], False),
 }
 
 
@@ -101,6 +117,24 @@ NEAR_MISSES = {
     ),
     "doubled": (lambda x: (2 * x / (x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)).to(FP8), None),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("f", [rows, flattened, blocks_of_rows])
+def test_batch_and_tokens_may_be_symbolic(f):
+    """A row may be as well, with dynamic=True, and then a block has no number."""
+    x = torch.randn(2, 5, 512)
+    for d in (0, 1):
+        torch._dynamo.mark_dynamic(x, d)
+    run = Run(ONLY)
+    with torch.no_grad():
+        for dynamic, wanted in ((None, ["quant_fp8"]), (True, [])):
+            torch._dynamo.reset()
+            call = torch.compile(f, backend=run, fullgraph=True, dynamic=dynamic)
+            for y in (x, torch.randn(3, 7, 512)):
+                for got, want in zip(call(y), f(y), strict=True):
+                    assert torch.equal(got.float(), want.float())
+            assert run.ops == wanted, run.reasons
+    assert "its rows have a symbolic length" in run.reasons[0]
 
 
 def test_near_misses():
