@@ -196,7 +196,16 @@ FAMILIES: tuple[Family, ...] = (
     _f("mistral4", third=True),
     _f("mistral_large4", "mistral_large4_text"),
     _f("mixtral", third=True),
-    _f("muse_spark", "muse_spark_text", third=True, moe_hidden_size=48),
+    _f(
+        "muse_spark",
+        "muse_spark_text",
+        third=True,
+        moe_hidden_size=48,
+        beyond={
+            "moe_experts": "What each expert gives is normalised before it is weighted, and moe_experts weighs and sums "
+            "inside. After prepare the op runs on one row per pair of token and expert, and the norm behind it.",
+        },
+    ),
     _f("nemotron_h", third=True, layers_block_type=["moe"]),
     _f(
         "nllb_moe",
