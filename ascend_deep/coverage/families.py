@@ -202,8 +202,8 @@ FAMILIES: tuple[Family, ...] = (
         third=True,
         moe_hidden_size=48,
         beyond={
-            "moe_experts": "What each expert gives is normalised before it is weighted, and moe_experts weighs and sums "
-            "inside. After prepare the op runs on one row per pair of token and expert, and the norm behind it.",
+            "moe_experts": "What each expert gives is normalised before it is weighted, and moe_experts weighs and "
+            "sums inside. After prepare the op runs on one row per pair of token and expert, and the norm behind it.",
         },
     ),
     _f("nemotron_h", third=True, layers_block_type=["moe"]),
