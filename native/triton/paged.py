@@ -24,6 +24,7 @@ def paged_kernel(
     q,
     q_sf,
     cache,
+    keys,
     weights,
     lens,
     table,
@@ -45,6 +46,7 @@ def paged_kernel(
     qsf_h,
     c_p,
     c_t,
+    page_rows,
     w_q,
     w_n,
     w_h,
@@ -65,6 +67,7 @@ def paged_kernel(
     HAS_QSF: tl.constexpr,
     HAS_INDICES: tl.constexpr,
     PLANAR: tl.constexpr,
+    WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -74,7 +77,8 @@ def paged_kernel(
 
     ``out`` [Q, next_n, columns]. BITS: it is int32 and gets the bits of the scores, -1 for absent keys, and nothing
     behind a context (the workspace of the selection). Otherwise it is floating, -inf for absent keys and, if CLEAN,
-    behind. PLANAR: ``cache`` is uint8 in the format ``"fp8"``; its keys are D bytes apart.
+    behind. PLANAR: ``cache`` is uint8 in the format ``"fp8"``; its keys are D bytes apart. WHOLE: a tile lies in a
+    page, and ``keys`` is a tensor descriptor of the cache in rows of keys, of which a page has ``page_rows``.
     """
     if BITS:
         gdc_launch_dependents()  # the selection, which waits for the end of this kernel
@@ -115,15 +119,26 @@ def paged_kernel(
 
     for t0 in tl.range(begin, high, BLOCK_T, num_stages=STAGES):
         t = t0 + tl.arange(0, BLOCK_T)
-        column = t // page
-        there = (t < high) & (column < table_columns) & known
-        name = tl.load(table + r * t_r + column * t_c, mask=there, other=-1).to(tl.int64)
-        there = there & (name >= 0) & (name < pages)
-        start = cache + tl.where(there, name, 0) * c_p
-        keys_at = start + (t % page) * c_t
-        if PLANAR:
-            keys_at = keys_at.to(tl.pointer_type(tl.float8e4nv))
-        k = tl.load(keys_at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        if WHOLE:
+            # The copy engine wants one address, and gets that of page 0 for a page that does not exist.
+            column = t0 // page
+            found = (column < table_columns) & known
+            name = tl.load(table + r * t_r + column * t_c, mask=found, other=-1).to(tl.int64)
+            found = found & (name >= 0) & (name < pages)
+            name = tl.where(found, name, 0)
+            there = (t < high) & found
+            start = cache + name * c_p
+            k = keys.load([(name * page_rows).to(tl.int32) + t0 % page, 0])
+        else:
+            column = t // page
+            there = (t < high) & (column < table_columns) & known
+            name = tl.load(table + r * t_r + column * t_c, mask=there, other=-1).to(tl.int64)
+            there = there & (name >= 0) & (name < pages)
+            start = cache + tl.where(there, name, 0) * c_p
+            keys_at = start + (t % page) * c_t
+            if PLANAR:
+                keys_at = keys_at.to(tl.pointer_type(tl.float8e4nv))
+            k = tl.load(keys_at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         acc = tl.dot(k.to(operand.dtype), operand, input_precision=PRECISION)
         acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         if BLOCK_H != H:

@@ -13,11 +13,25 @@ import triton
 from torch import Tensor
 
 from ascend_deep.native.triton.indexer import Values, cut, topk_of_blocks
-from ascend_deep.native.triton.launch import key_of, launch, on_device, repeat
+from ascend_deep.native.triton.launch import Rows, key_of, launch, on_device, repeat
 from ascend_deep.native.triton.paged import paged_kernel
-from ascend_deep.native.triton.plan import power_of_two, tile_for
+from ascend_deep.native.triton.plan import Tile, paged_tile_for, power_of_two
 
 __all__ = ["launch_paged", "paged_mqa_logits", "paged_mqa_topk"]
+
+
+def _rows(kv_cache: Tensor, depth: int, planar: bool, tile: Tile) -> Rows | None:
+    """The cache in rows of keys for the copy engine; ``None`` where tiles are not parts of pages, or not aligned."""
+    pages, page = kv_cache.shape[:2]
+    size = kv_cache.element_size()
+    apart = kv_cache.stride(0)
+    aligned = depth * size % 16 == 0 and apart % depth == 0 and kv_cache.data_ptr() % 16 == 0
+    dense = planar or kv_cache.stride(1) == depth
+    rows = apart // depth * (pages - 1) + page
+    if page % tile.keys or not aligned or not dense or depth != power_of_two(depth, 32) or rows >= 2**31:
+        return None
+    base = kv_cache.view(torch.float8_e4m3fn) if planar else kv_cache
+    return Rows(base, rows, depth, depth, (tile.keys, depth))
 
 
 def launch_paged(
@@ -33,9 +47,10 @@ def launch_paged(
     scale: float,
     fmt: str,
     clean: bool = True,
+    tile: Tile | None = None,
 ) -> None:
     """Writes the scores into ``out`` [Q, next_n, columns], contiguous in the last dimension; int32 ``out`` is the
-    workspace of the selection (see the kernel)."""
+    workspace of the selection (see the kernel). ``tile`` overrides the plan (for measurements)."""
     queries, next_n, heads, depth = q.shape
     columns = out.shape[2]
     if out.numel() == 0:
@@ -44,23 +59,35 @@ def launch_paged(
     if kv_cache.numel() == 0 or block_table.numel() == 0:
         out.fill_(-1 if bits else -torch.inf)
         return
-    tensors = (q, q_sf, kv_cache, weights, context_lens, block_table, indices, out)
-    key = key_of(tensors, "paged", scale, fmt, clean)
+    planar = fmt == "fp8"
+    tile = tile or paged_tile_for(q.element_size(), depth, kv_cache.shape[1])
+    keys = _rows(kv_cache, depth, planar, tile)
+    tensors = (
+        q,
+        q_sf,
+        kv_cache,
+        None if keys is None else kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        indices,
+        out,
+    )
+    key = key_of(tensors, "paged", scale, fmt, clean, tile)
     if repeat(key, tensors):
         return
     if q.stride(3) != 1:
         q = q.contiguous()
-    tile = tile_for(q.element_size(), depth)
     block_h = power_of_two(heads)
     tokens = max(min(max(tile.columns // block_h, 1), power_of_two(next_n)), 16 // block_h)
     groups = triton.cdiv(next_n, tokens)
     pieces = max(min(tile.programs // (queries * groups), triton.cdiv(columns, 8 * tile.keys)), 1)
     chunk = triton.cdiv(triton.cdiv(columns, pieces), tile.keys) * tile.keys
-    planar = fmt == "fp8"
     args = (
         q,
         None if q_sf is None else q_sf[..., 0],
         kv_cache,
+        keys,
         weights,
         context_lens,
         block_table,
@@ -77,6 +104,7 @@ def launch_paged(
         *((0, 0, 0) if q_sf is None else q_sf.stride()[:3]),
         kv_cache.stride(0),
         depth if planar else kv_cache.stride(1),
+        kv_cache.stride(0) // depth,
         *weights.stride(),
         *context_lens.stride(),
         *block_table.stride(),
@@ -94,6 +122,7 @@ def launch_paged(
         "HAS_QSF": q_sf is not None,
         "HAS_INDICES": indices is not None,
         "PLANAR": planar,
+        "WHOLE": keys is not None,
         "CLEAN": clean and not bits,
         "BITS": bits,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",

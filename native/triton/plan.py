@@ -17,6 +17,7 @@ __all__ = [
     "Tile",
     "block_for",
     "long_for",
+    "paged_tile_for",
     "power_of_two",
     "tile_for",
 ]
@@ -87,6 +88,13 @@ def power_of_two(n: int, least: int = 1) -> int:
 def tile_for(element_size: int, depth: int) -> Tile:
     """The tile for q and kv with ``element_size`` bytes per element and D = ``depth``."""
     return _TILES[element_size] if depth <= 128 else _DEEP
+
+
+def paged_tile_for(element_size: int, depth: int, page: int) -> Tile:
+    """The tile over a paged cache with ``page`` keys a page; keys that have to be gathered take larger ones."""
+    if element_size > 1 or depth > 128:
+        return tile_for(element_size, depth)
+    return Tile(columns=128, keys=64 if page % 64 == 0 else 128, warps=4, stages=2)
 
 
 def block_for(columns: int) -> Block:

@@ -287,14 +287,17 @@ def pick_kernel(
         count = _count_bits(mark).to(gl.int32)
         most = gl.max(count, axis=0)
         through = gl.associative_scan(count, 0, add)
-        to = total + through - count
+        # Neighbouring words in neighbouring lanes now: what they hold goes side by side.
+        to = gl.convert_layout(total + through - count, SPREAD)
+        left = gl.convert_layout(mark, SPREAD)
+        name = (w0 + gl.arange(0, WORDS, SPREAD)) * 32 - 127
         total += gl.max(through, axis=0)
         # The lowest bit of each word, then the next. Few words have more than a few.
         for _ in range(0, most):
-            rest = mark & (mark - 1)
-            power = (mark ^ rest).to(gl.float32).to(gl.int32, bitcast=True)
-            gl.store(names + to, w * 32 + (power >> 23) - 127, mask=(mark > 0) & (to < BLOCK))
-            mark = rest
+            rest = left & (left - 1)
+            power = (left ^ rest).to(gl.float32).to(gl.int32, bitcast=True)
+            gl.store(names + to, name + (power >> 23), mask=(left > 0) & (to < BLOCK))
+            left = rest
             to += 1
     # Lists of everything (bound 1) may be shorter than topk.
     if (total <= BLOCK) & ((total >= topk) | (bound == 1)):

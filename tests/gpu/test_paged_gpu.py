@@ -131,6 +131,27 @@ def test_pages_behind_a_context_are_not_read() -> None:
     assert torch.equal(paged_mqa_logits(*a.both(), **a.options), want)
 
 
+@pytest.mark.parametrize("page", [64, 16])
+@pytest.mark.parametrize("fmt", ["plain", "fp8"])
+def test_pages_that_do_not_exist(fmt: str, page: int) -> None:
+    """Their keys are absent, also where page 0, which stands in for an address, holds NaN."""
+    a = Paged(3, 2, 320, fmt, page)
+    a.lens.fill_(320)
+    want = paged_mqa_logits(*a.both(), **a.options)
+    gone = [(0, 1, -1), (1, 0, a.cache.shape[0]), (2, 3, 1 << 30)]
+    free = (~torch.isin(torch.arange(a.cache.shape[0], device="cuda"), a.table)).nonzero()[0, 0]
+    a.table[a.table == 0] = free.int()
+    a.cache[free] = a.cache[0]
+    a.cache[0] = torch.nan if fmt == "plain" else 255
+    for row, column, name in gone:
+        a.table[row, column] = name
+        want[row, :, column * page : (column + 1) * page] = -torch.inf
+    got = paged_mqa_logits(*a.both(), **a.options)
+    assert torch.equal(got, want)
+    _, idx = paged_mqa_topk(*a.both(), topk=320, **a.options)
+    assert (idx.ge(0).sum(-1) == 320 - page).all()
+
+
 def test_negative_scales_of_keys_are_nan_and_of_queries_right() -> None:
     a = Paged(2, 1, 200, "fp8")
     a.lens[:] = 200
