@@ -79,7 +79,7 @@ $(NPU_VENV)/.installed: tests/npu/requirements.txt $(VENV)/.installed
 test-npu: $(NPU_VENV)/.installed
 	@$(SAY) "Running the tests with torch_npu over stand-ins for CANN. Nothing runs on Ascend hardware."
 	@ASCEND_DEEP_NPU_RIG=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 $(NPU_PY) -m pytest \
-	  tests/npu/wheel tests/npu/device $(ARGS)
+	  -n $(WORKERS) --dist loadfile tests/npu/wheel tests/npu/device $(ARGS)
 
 # triton-ascend takes the place of Triton, so it gets a third environment.
 KERNELS_VENV := .venv-npu-kernels
