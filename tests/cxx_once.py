@@ -2,8 +2,8 @@
 
     python cxx_once.py FOLDER -O0 ... -c a.cpp -o a.o
 
-runs the C++ compiler with these arguments, or copies the object that an earlier call with the same arguments, the same source and
-the same headers beside it has left in FOLDER. All other calls, linking among them, go to it as they are.
+runs the C++ compiler with these arguments, or copies the object that an earlier call with the same arguments, the same
+source and the same headers beside it has left in FOLDER. All other calls, linking among them, go to it as they are.
 """
 
 from __future__ import annotations
