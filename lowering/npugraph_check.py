@@ -126,6 +126,8 @@ def _value_is_tensor(node: fx.Node) -> bool:
 
 
 def _of_ours(name: str, node: fx.Node) -> str | None:
+    if node.kwargs.get("cpu_sync") is True:  # dispatch and combine between ranks
+        return f"waits for the number of rows that {name} exchanges; cpu_sync=False does not"
     if name not in ON_HOST or name not in ops.OPS:
         return None
 

@@ -56,6 +56,11 @@ def expand(name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         NoGraphEngineOp: no provider takes the call, and the reference body cannot be traced.
     """
+    if kwargs.get("cpu_sync"):
+        raise NoGraphEngineOp(
+            f"ascend_deep::{name} cannot be lowered to the graph engine with cpu_sync=True, which waits for the number "
+            "of rows on the host; use cpu_sync=False (parallelize: max_tokens_per_rank)."
+        )
     with soc.in_graph():
         choice = ops.provider(name, _DEVICE, args, kwargs)
         if choice.provider is not None:

@@ -204,8 +204,11 @@ def _splits(splits: Tensor, cpu_sync: bool, ranks: int, most: int) -> tuple[list
     return sent, received
 
 
-def _starts(sent: list[int], device: torch.device) -> Tensor:
-    sizes = torch.tensor(sent, dtype=torch.int64, device=device)
+def _starts(splits: Tensor, cpu_sync: bool, ranks: int, most: int, device: torch.device) -> Tensor:
+    """First row for every rank in the send buffer, [R] i64."""
+    if not cpu_sync:
+        return torch.arange(ranks, device=device) * most
+    sizes = splits[0].to(device)
     return sizes.cumsum(0) - sizes
 
 
@@ -233,7 +236,7 @@ def ep_dispatch_cached(
     ranks, most = int(group_size), int(max_tokens_per_rank)
     require_group("ep_dispatch_cached", group, ranks)
     sent, received = _splits(splits, cpu_sync, ranks, most)
-    token = scattering(positions(dst_slot, _starts(sent, x.device), most), sum(sent))
+    token = scattering(positions(dst_slot, _starts(splits, cpu_sync, ranks, most, x.device), most), sum(sent))
 
     def move(t: Tensor | None) -> Tensor | None:
         if t is None:
@@ -293,7 +296,7 @@ def ep_combine(
         rows = gather_rows(rows, packed)
         weights = None if weights is None else gather_rows(weights, packed)
     back = exchange(rows, sent, received, group, ranks)
-    position = positions(dst_slot, _starts(sent, y.device), most)
+    position = positions(dst_slot, _starts(splits, cpu_sync, ranks, most, y.device), most)
     out = torch.zeros((tokens, y.shape[1]), dtype=compute, device=y.device)
     for bias in (bias0, bias1):
         if bias is not None:

@@ -45,8 +45,7 @@ def _communicator(group: str) -> tuple[str, int]:
 def _choices(topk_idx: Tensor, most: int, experts: int) -> tuple[Tensor, Tensor]:
     """Ids i32 [M, K], distinct in a row, and which of them count, bool [M, K], from ids [T, K]."""
     tokens, topk = topk_idx.shape
-    ids = topk_idx.new_full((most, topk), -1, dtype=torch.int64)
-    ids[:tokens] = topk_idx
+    ids = torch.cat((topk_idx.to(torch.int64), topk_idx.new_full((most - tokens, topk), -1, dtype=torch.int64)))
     active = (ids >= 0) & (ids < experts)
     # Experts that the row does not have come first; the n-th void choice gets the n-th of them.
     taken = torch.zeros((most, experts + 1), dtype=torch.int32, device=ids.device)
@@ -71,8 +70,7 @@ def ll_dispatch(
     most, experts, ranks = int(max_tokens_per_rank), int(num_experts), int(group_size)
     name, rank = _communicator(group)
     ids, active = _choices(topk_idx, most, experts)
-    padded = x.new_zeros((most, x.shape[1]))
-    padded[: x.shape[0]] = x
+    padded = torch.cat((x, x.new_zeros((most - x.shape[0], x.shape[1]))))
     rows, _, info, counts, received, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
         padded, ids, name, ranks, rank, experts, x_active_mask=active, global_bs=most * ranks, expert_token_nums_type=1
     )
@@ -107,9 +105,10 @@ def ll_combine(
     most, experts, ranks = int(max_tokens_per_rank), int(num_experts), int(group_size)
     name, rank = _communicator(group)
     ids, active = _choices(topk_idx, most, experts)
-    tokens = topk_idx.shape[0]
-    scales = torch.zeros(active.shape, dtype=torch.float32, device=y.device)
-    scales[:tokens] = torch.where(active[:tokens], topk_weights.to(torch.float32), 0.0)
+    tokens, topk = topk_idx.shape
+    weights = topk_weights.to(torch.float32)
+    scales = torch.cat((weights, weights.new_zeros((most - tokens, topk))))
+    scales = torch.where(active, scales, torch.zeros_like(scales))  # void choices may have any weight, NaN too
     info, received = aux[: aux.shape[0] - experts], aux[aux.shape[0] - experts :]
     out = torch.ops.npu.npu_moe_distribute_combine_v2(
         y, ids, info, received, scales, name, ranks, rank, experts, x_active_mask=active, global_bs=most * ranks

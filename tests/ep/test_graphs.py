@@ -14,6 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ascend_deep
 from ascend_deep import models, ops
+from ascend_deep.lowering import _torch_compat, torchair
+from ascend_deep.lowering.npugraph_check import host_syncs
+from ascend_deep.native.torch_npu import soc
 from ascend_deep.options import Options
 from ascend_deep.passes.pipeline import Pipeline
 
@@ -124,6 +127,55 @@ def test_one_dimension_of_a_larger_mesh() -> None:
             ascend_deep.parallelize(_model(), unnamed)
     finally:
         dist.destroy_process_group()
+
+
+class _Between(nn.Module):
+    """Dispatch and combine, with nothing between."""
+
+    def __init__(self, group: str, sync: bool) -> None:
+        super().__init__()
+        self.how = {
+            "num_experts": EXPERTS, "max_tokens_per_rank": MOST, "expand": True, "cpu_sync": sync, "group_size": 16,
+            "group": group,
+        }  # fmt: skip
+
+    def forward(self, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        out = ops.ep_dispatch(x, None, idx, weights, **self.how)
+        return ops.ep_combine(out.recv_x * 2.0, None, x, None, idx, *out[5:], **self.how)[0]
+
+
+def test_on_npus_static_sizes_become_collectives_and_exact_ones_are_refused(sixteen: DeviceMesh) -> None:
+    args = (torch.randn(TOKENS, HIDDEN), torch.randint(0, EXPERTS, (TOKENS, TOPK)), torch.rand(TOKENS, TOPK))
+    group = str(sixteen.get_group("ep").group_name)
+
+    def lowered(sync: bool) -> list[fx.GraphModule]:
+        graphs: list[fx.GraphModule] = []
+
+        def keep(gm: fx.GraphModule, _: Any) -> Any:
+            graphs.append(gm)
+            return gm.forward
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            found = [str(f) for f in host_syncs(gm)]
+            assert bool(found) == sync and all("waits for the number of rows" in f for f in found), found
+            with soc.planned("910_93"):
+                table = dict(torchair.decompositions())
+                _torch_compat.aot_module_simplified(gm, inputs, fw_compiler=keep, decompositions=table)
+            return lambda *_: (torch.zeros(TOKENS, HIDDEN),)
+
+        torch._dynamo.reset()
+        with torch.no_grad(), soc.planned("910_93"):
+            torch.compile(_Between(group, sync), backend=backend, fullgraph=True)(*args)
+        return graphs
+
+    (gm,) = lowered(False)
+    exchanges = [n for n in gm.graph.nodes if "all_to_all_single" in str(n.target)]
+    # What the rows are, the rows, the weights; and the rows back.
+    assert len(exchanges) == 4 and all(list(n.args[1]) == list(n.args[2]) == [MOST] * 16 for n in exchanges)
+    assert {str(n.args[3]) for n in exchanges} == {group}
+    assert not [n for n in gm.graph.nodes if "ascend_deep" in str(n.target)]
+    with pytest.raises(Exception, match="ep_dispatch cannot be lowered to the graph engine with cpu_sync=True"):
+        lowered(True)
 
 
 class _Cosine(nn.Module):
