@@ -33,6 +33,7 @@ __all__ = ["RECOGNISER", "GroupedMm"]
 
 _NAMES = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 _GROUPS, _ROWS, _K, _N = 4, 9, 16, 8
+_SUMMED = 24  # rows that are summed over: torch wants rows of memory in multiples of 16 bytes
 _EXACT = 1e-5
 
 
@@ -124,14 +125,13 @@ def _argument(node: fx.Node, place: int, name: str) -> Any:
 def _case(region: Region, seed: int, ends: Sequence[int]) -> tuple[Dims, dict[str, Tensor]]:
     """Small sizes and operands: 9 rows in 4 groups with these ends."""
     a, b = ([size(s) for s in region.inputs[role].meta["val"].shape] for role in ("a", "b"))
+    sizes: list[tuple[int, ...]] = [(_ROWS, _K), (_GROUPS, _K, _N)]
     if len(b) == 2:
-        dims = Dims.plan(
-            [(size(region.inputs["ends"].meta["val"].shape[0]), _GROUPS), (a[0], _K), (b[1], _N), (b[0], _ROWS)]
-        )
-        sizes: list[tuple[int, ...]] = [(_K, _ROWS), (_ROWS, _N)]
+        groups = size(region.inputs["ends"].meta["val"].shape[0])
+        dims = Dims.plan([(groups, _GROUPS), (a[0], _K), (b[1], _N), (b[0], _SUMMED)])
+        sizes = [(_K, _SUMMED), (_SUMMED, _N)]
     else:
         dims = Dims.plan([(b[0], _GROUPS), (a[1], _K), (b[2], _N), (a[0], _ROWS)])
-        sizes = [(_ROWS, _K), (_GROUPS, _K, _N)]
     if dims is None:  # sizes that coincide: the operands are small whatever they are, as nothing else has a size
         dims = Dims()
     generator = torch.Generator().manual_seed(seed)

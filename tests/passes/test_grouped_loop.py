@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from gemm_tools import compiled, near, together
 
+from ascend_deep.passes.replay import replay
+
 ONLY = ("grouped_loop",)
 BF16 = torch.bfloat16
 SIZES = (3, 0, 8, 5)
@@ -59,6 +61,7 @@ def test_rows_of_groups():
     assert run.ops == ["m_grouped_gemm_bf16"] * len(ROWS), run.reasons
     for name, f in ROWS.items():
         near(got[name], f(*args), 8e-3)
+    assert all(replay(c.key).ok for c in run.outcomes[-1].certificates)
     assert {c.kwargs["layout"] for c in run.calls("m_grouped_gemm_bf16")} == {"nn", "nt"}
 
 
@@ -91,6 +94,7 @@ def test_a_step_of_training_by_hand():
     assert sorted(run.ops) == ["gemm_bf16"] * 3 + ["k_grouped_gemm_bf16"] + ["m_grouped_gemm_bf16"] * 2, run.reasons
     for a, b in zip(got, want, strict=True):
         near(a, b, 2e-2)
+    assert all(replay(c.key).ok for c in run.outcomes[-1].certificates)
 
 
 def test_gradients_of_a_loop():
