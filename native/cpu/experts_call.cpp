@@ -108,6 +108,10 @@ int64_t share(const Experts& a, int64_t total, int64_t part, int64_t parts) {
   return a.active * a.blocks;
 }
 
+// Whole cache lines of the result, and whole tiles.
+constexpr int64_t kFewColumns = 16;
+static_assert(kFewColumns % kTileRows == 0, "whole tiles");
+
 void run(const Experts& a, const Kernels& isa) {
   const int64_t threads = torch::stable::get_num_threads();
   const size_t scratch = isa.scratch_bytes(a);
@@ -121,11 +125,13 @@ void run(const Experts& a, const Kernels& isa) {
       if (g1 > g0) isa.up(a, g0, g1, thread_scratch(scratch));
     }
   });
-  const int64_t blocks = (a.hidden_size + kOutBlock - 1) / kOutBlock;
+  // Products of plain rows along k are the same in any tile, so that such columns need not be shared out in whole blocks.
+  bool plain = a.w2.sk == 1;
+  for (int64_t i = 0; plain && i < a.active; ++i) plain = a.experts[i].panel_rows == 0;
+  const int64_t unit = plain ? kFewColumns : kOutBlock, blocks = (a.hidden_size + unit - 1) / unit;
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
-      const int64_t c0 = blocks * p / threads * kOutBlock;
-      const int64_t c1 = std::min(blocks * (p + 1) / threads * kOutBlock, a.hidden_size);
+      const int64_t c0 = blocks * p / threads * unit, c1 = std::min(blocks * (p + 1) / threads * unit, a.hidden_size);
       if (c1 > c0) isa.down(a, c0, c1, thread_scratch(scratch));
     }
   });

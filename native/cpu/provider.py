@@ -23,6 +23,8 @@ _PATH = Path(__file__).resolve().parent / LIBRARY
 _BUILD = "python -m ascend_deep.native.cpu.build"
 _ACTS = gemm_quant_provider.ACTS
 _FLOATS = (torch.float32, torch.bfloat16)
+_LIBRARY = torch.library.Library("ascend_deep_cpu", "IMPL")  # kept: what it registers goes with it
+_NOT_OURS = ("AutogradCPU", "ADInplaceOrView")
 
 
 @functools.cache
@@ -33,6 +35,9 @@ def _unavailable() -> str | None:
         torch.ops.load_library(str(_PATH))
         for name, fake in {**_SAME, **_CODED}.items():
             torch.library.register_fake(f"ascend_deep_cpu::{name}", fake)
+            # Nothing is to be done for autograd here: the ops have their own. Its fallback would only call once more.
+            for key in _NOT_OURS:
+                _LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
     except (OSError, RuntimeError) as error:
         return f"the C++ kernels do not load ({str(error).splitlines()[0]}); `{_BUILD}` builds them again."
     return None

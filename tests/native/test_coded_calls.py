@@ -260,3 +260,15 @@ def test_calls_of_the_ops_are_coded_in_graphs(monkeypatch: pytest.MonkeyPatch) -
     assert names(graph) == ["ascend_deep_cpu.moe_route_coded"]
     strides, keywords = call.meta["eager_input_vals"]
     assert strides[0] is sample.args[0] and strides[2:] == call.args[2:] and keywords == {}
+
+
+def test_kernels_leave_gradients_to_the_ops() -> None:
+    """The dispatcher goes from a call to the kernel at once, whatever needs a gradient: the ops have the backward."""
+    x, w13, w2 = torch.randn(3, 8, requires_grad=True), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    args = (x, torch.randint(4, (3, 2)), torch.rand(3, 2), w13, None, w2, None, None)
+    kwargs = {"act": "gelu", "alpha": 1.0, "limit": 0.9, "interleaved": True, "weight_layout": "enk",
+              "weight_on_input": True, "expert_offset": 0, "out_dtype": torch.bfloat16}  # fmt: skip
+    wanted = MOE_EXPERTS.overload(*args, **kwargs)
+    found = CPU.kernels["moe_experts"](*args, **kwargs)
+    assert wanted.requires_grad and not found.requires_grad
+    same(found, wanted.detach())
