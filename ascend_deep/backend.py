@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ascend_deep import _predict, lowering
-from ascend_deep.graph_breaks import graph_breaks
+from ascend_deep.graph_breaks import EXACT_HINT, graph_breaks
 from ascend_deep.lowering import _dynamo_compat
 from ascend_deep.native import table
 from ascend_deep.native.torch_npu import soc
@@ -244,6 +244,9 @@ class _Breaks:
         for found in graph_breaks(_dynamo_compat.breaks_since(mark)):
             if found.hint and found.source not in self._told and not is_collecting():
                 self._told.add(found.source)
+                if found.hint == EXACT_HINT:
+                    log.warning("the graph breaks between ranks. %s", found.hint)
+                    continue
                 log.warning(
                     "the graph breaks inside a loop over experts at %s, which therefore is not fused: call "
                     "ascend_deep.prepare(model) before torch.compile.",

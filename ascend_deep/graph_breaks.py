@@ -13,9 +13,14 @@ from functools import lru_cache
 
 from ascend_deep.report import GraphBreak
 
-__all__ = ["first_sentence", "graph_breaks"]
+__all__ = ["EXACT_HINT", "first_sentence", "graph_breaks"]
 
 _PREPARE_HINT = "The break is inside an expert loop: ascend_deep.prepare(model) replaces such loops before compiling."
+EXACT_HINT = (
+    "How many rows come from other ranks is only known at run time: compile with fullgraph=True, which allows for such "
+    "sizes, or make them static by parallelize(model, mesh, max_tokens_per_rank=...)."
+)
+_PARALLEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_parallelize.py")
 
 
 def graph_breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) -> tuple[GraphBreak, ...]:
@@ -29,9 +34,14 @@ def graph_breaks(found: Sequence[tuple[str, Sequence[traceback.FrameSummary]]]) 
         if known is not None:
             breaks[text, source] = replace(known, count=known.count + 1)
         else:
-            hint = _PREPARE_HINT if any(_in_experts(f) for f in stack[-3:]) else ""
-            breaks[text, source] = GraphBreak(text, source, hint)
+            breaks[text, source] = GraphBreak(text, source, _hint(stack))
     return tuple(breaks.values())
+
+
+def _hint(stack: Sequence[traceback.FrameSummary]) -> str:
+    if any(os.path.abspath(f.filename) == _PARALLEL for f in stack):
+        return EXACT_HINT
+    return _PREPARE_HINT if any(_in_experts(f) for f in stack[-3:]) else ""
 
 
 def first_sentence(text: str) -> str:

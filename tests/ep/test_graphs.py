@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_exact_sizes_are_sizes_that_only_the_data_know(sixteen: DeviceMesh) -> N
         rows = node.meta["val"][0].shape[0]
         assert isinstance(rows, torch.SymInt) and node.kwargs["cpu_sync"] is True
         assert torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(rows)
+
+
+def test_a_break_at_sizes_that_only_the_data_know_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
+    """A group of one: nothing is sent, sizes are unknown all the same."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        whole, x = _blocks(1), torch.randn(1, TOKENS, HIDDEN)
+        block = ascend_deep.parallelize(copy.deepcopy(whole), init_device_mesh("cpu", (1,)))
+        with torch.no_grad(), caplog.at_level("WARNING"):
+            got = torch.compile(block, backend="ascend_deep", options={"downstream": "eager"})(x)
+            torch.testing.assert_close(got, whole(x), rtol=1e-4, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+    assert "compile with fullgraph=True" in caplog.text and "max_tokens_per_rank" in caplog.text
+    assert "prepare" not in caplog.text
 
 
 def _code(rank: int) -> str:
