@@ -8,6 +8,7 @@ data and scales stand for. A block that rounds these numbers, to bfloat16 for in
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,10 @@ def emit(build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution
     if attrs["out_dtype"] != out.dtype:
         call = build.call(_aten._to_copy.default, call, dtype=out.dtype)
     if out.dim() != 2:
-        lead = [build.call(_aten.sym_size.int, inputs["a"], i) for i in range(values["a"].dim() - 1)]
+        lead: list[Any] = [build.call(_aten.sym_size.int, inputs["a"], i) for i in range(values["a"].dim() - 1)]
+        split = [s if isinstance(s, int) else -1 for s in out.shape[:-1]]
+        if values["a"].dim() != out.dim() and split.count(-1) <= 1:
+            lead = list(split)  # rows that the block splits; of two unknown parts none could be told
         call = build.call(_aten.view.default, call, [*lead, columns])
     return [call]
 
@@ -171,6 +175,12 @@ def _plan(region: Region, fa: _Form, fb: _Form, turned_a: bool, turned_b: bool, 
     columns = b[1] if turned_b else b[0]
     grans = {fa.block[0], fa.block[1], fb.block[0], fb.block[1], 1}
     literals: dict[int, int] = {g: g for g in grans}
+    # A block may split the rows of its data, or join them: the side with more dims says how. Parts that it splits them
+    # into stay as they are, since the replacement names them too.
+    given, made = (a[1:] if turned_a else a[:-1]), [size(s) for s in region.outputs[0].meta["val"].shape[:-1]]
+    finer, coarser = (made, given) if len(made) > len(given) else (given, made)
+    if finer is made:
+        literals.update({s: s for s in made if isinstance(s, int)})
 
     def shrink(whole: Any, gran: int, smallest: int) -> bool:
         """A size of two groups for ``whole`` and 2 for its number of groups, if neither is the size of a block."""
@@ -196,20 +206,23 @@ def _plan(region: Region, fa: _Form, fb: _Form, turned_a: bool, turned_b: bool, 
         return None
     symbols: dict[str, int] = {}
     small = iter((rows, 2, 3, 4, 6))
-    for s in a[1:] if turned_a else a[:-1]:
+    for s in finer:
         if isinstance(s, int):
             literals.setdefault(s, s if s < 9 else next(small))
         else:
             for name in sorted(str(x) for x in s.free_symbols):
                 if name not in symbols:
                     symbols[name] = next(small)
-    leads = [s for s in a[:-1] if isinstance(s, int)]
-    if len(leads) == len(a) - 1 > 1:
-        product, wanted = 1, 1
-        for s in leads:
-            product, wanted = product * s, wanted * literals[s]
-        if literals.setdefault(product, wanted) != wanted:
+    if len(coarser) <= 1 or all(isinstance(s, int) for s in finer):
+        whole: Any = 1
+        for s in finer:
+            whole = whole * s
+        wanted = math.prod(Dims(symbols, literals).size(s) for s in finer)
+        if isinstance(whole, int) and literals.setdefault(whole, wanted) != wanted:
             return None
+        for s in coarser:
+            if not isinstance(s, int) and s.is_Symbol:
+                symbols.setdefault(str(s), wanted)
     dims = Dims(symbols, literals)
     if any(torch.Size(dims.shape(n)).numel() > _LARGEST for n in region.inputs.values()):
         return None

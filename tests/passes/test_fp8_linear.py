@@ -220,3 +220,23 @@ def test_scaled_mm_with_one_number_each():
         got, run = compiled(f, *args, recognisers=("scaled_mm",))
         assert run.ops == ["gemm_scaled"], run.reasons
         near(got, f(*args), 8e-3)
+
+
+def test_rows_that_the_block_splits_before_a_residual():
+    """The data are a matrix, and the factors or the product get the dims of the residual."""
+
+    def before(x, sx, w, sw, residual):
+        return F.linear(by_block(x, sx).view(2, 3, -1), weight(w, sw)).to(BF16) + residual
+
+    def after(x, sx, w, sw, residual):
+        return (by_block(x, sx) @ weight(w, sw).t()).view(2, 3, -1) + residual
+
+    def two(x, sx, w, sw, residual):
+        return residual + F.linear(by_block(x, sx).view(1, 2, 3, -1), weight(w, sw)).to(BF16)
+
+    args = (*operands(), torch.randn(2, 3, N).to(BF16))
+    with torch.no_grad():
+        for f in (before, after, two):
+            got, run = compiled(f, *args, recognisers=ONLY)
+            assert run.ops == ["gemm_scaled"], run.reasons
+            near(got, f(*args), 1e-2)
