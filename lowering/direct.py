@@ -9,6 +9,7 @@ Providers then rewrite the calls of their kernels as they like them best (``Prov
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import fx
 
 from ascend_deep.lowering import _torch_compat
 from ascend_deep.native import table
-from ascend_deep.native._provider import Provider
 
 __all__ = ["KernelPass", "replace"]
 
@@ -28,7 +28,7 @@ def replace(graph: fx.Graph) -> int:
     if os.environ.get("ASCEND_DEEP_DEBUG") == "1":
         return 0  # the ops check ids then
     count = 0
-    providers: dict[str, Provider] = {}
+    finish: dict[str, Callable[[fx.Graph], None]] = {}
     for node in graph.nodes:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.name() not in _OPS:
@@ -40,11 +40,11 @@ def replace(graph: fx.Graph) -> int:
         choice = table.choose(name, args[0].device.type, args, kwargs)
         if choice.provider is not None and name in choice.provider.direct:
             node.target = choice.provider.direct[name]()
-            providers[choice.provider.name] = choice.provider
+            if choice.provider.finish is not None:
+                finish[choice.provider.name] = choice.provider.finish
             count += 1
-    for provider in providers.values():
-        if provider.finish is not None:
-            provider.finish(graph)
+    for rewrite in finish.values():
+        rewrite(graph)
     return count
 
 
