@@ -38,10 +38,10 @@ def measure(queries: int, next_n: int, keys: int, rounds: int) -> dict[str, floa
     lens = torch.full((queries, next_n), keys, dtype=torch.int32, device="cuda")
     options: dict[str, Any] = {"max_context_len": keys, "fmt": "fp8"}
     given = (q, cache, weights, lens, table)
-    only = {"return_scores": False, "index_dtype": torch.int32}
+    chosen = {**options, "topk": TOPK, "return_scores": False, "index_dtype": torch.int32}
     fast: dict[str, Callable[[], Any]] = {
         "ours": partial(paged_mqa_logits, *given, **options),
-        "ours, top-k": partial(paged_mqa_topk, *given, topk=TOPK, **only, **options),
+        "ours, top-k": partial(paged_mqa_topk, *given, **chosen),
     }
     if DEEP_GEMM.unavailable() is None and next_n <= 2:
         import deep_gemm
@@ -50,8 +50,10 @@ def measure(queries: int, next_n: int, keys: int, rounds: int) -> dict[str, floa
         folded = weights.flatten(0, 1)
         fast["DeepGEMM"] = partial(deep_gemm.fp8_paged_mqa_logits, q, cache, folded, lens, table, plan, keys)
     reference = ops.reference("paged_mqa_logits")
-    rest = {"scale": 1.0, "clean": True, "out_dtype": None}
-    slow = {"reference": partial(reference, q, None, cache, weights, lens, table, None, None, **options, **rest)}
+    rest: dict[str, Any] = {"scale": 1.0, "clean": True, "out_dtype": None}
+    slow: dict[str, Callable[[], Any]] = {
+        "reference": partial(reference, q, None, cache, weights, lens, table, None, None, **options, **rest)
+    }
     return interleaved(slow, 3) | interleaved({name: captured(call) for name, call in fast.items()}, rounds)
 
 
