@@ -44,8 +44,9 @@ def calibrate(
 ) -> None:
     """Measure what each rewrite gains on this device, and write what follows from it.
 
-    Each block is compiled as it is written and rewritten, by the same compiler; both take turns. A compile uses the
-    file if options={"calibration": FILE} or ASCEND_DEEP_CALIBRATION names it; nothing else changes.
+    Each block is compiled as it is written and rewritten, by the same compiler; both take turns. Let nothing else run
+    meanwhile: the file stands for this machine until it is measured again. A compile uses it if
+    options={"calibration": FILE} or ASCEND_DEEP_CALIBRATION names it; nothing else changes.
 
     [bold]Examples[/bold]
 
@@ -138,9 +139,13 @@ def _show(found: Calibration, failed: list[Failed]) -> None:
         table.add_column(column, justify="right")
     for m in found.measured:
         runs = "yes" if found.decide[m.recogniser].profits else "no"
-        times = (f"{m.written * 1e6:.1f} us", f"{m.fused * 1e6:.1f} us", f"{m.ratio:.2f}", runs)
+        times = (_time(m.written), _time(m.fused), f"{m.ratio:.2f}", runs)
         rows = m.at().split(", ")[0]  # the others are the same for all sizes of a block, and in the file
         table.add_row(m.recogniser, rows, m.provider, *times)
     Console().print(table)
     for f in failed:
         Console().print(f"{f.recogniser} with {f.sizes}: {f.reason}", markup=False, highlight=False)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -108,6 +108,16 @@ def _groups(s: Mapping[str, int]) -> tuple[Any, ...]:
     return torch.randn(s["M"], s["K"]).to(_BF16), torch.randn(s["G"], s["N"], s["K"]).to(_BF16), ends
 
 
+def _weight_gradients(x: Tensor, dy: Tensor) -> Tensor:
+    rows = x.shape[0] // _GROUPS["G"]
+    parts = [slice(g * rows, (g + 1) * rows) for g in range(_GROUPS["G"])]
+    return torch.stack([x[part].t() @ dy[part] for part in parts])
+
+
+def _rows_of_groups(s: Mapping[str, int]) -> tuple[Any, ...]:
+    return torch.randn(s["K"], s["M"]).to(_BF16), torch.randn(s["K"], s["N"]).to(_BF16)
+
+
 def _fp8_linear(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor) -> Tensor:
     spread = sw.repeat_interleave(128, 0).repeat_interleave(128, 1)
     left = (x.float().unflatten(-1, (-1, 128)) * sx.unsqueeze(-1)).flatten(-2)
@@ -146,6 +156,7 @@ def _rows(fixed: Mapping[str, int], name: str, *counts: int) -> tuple[Mapping[st
 
 _EXPERTS = {"K": 4, "E": 32, "H": 512, "I": 256}
 _KEYS = {"T": 1024, "N": 16, "D": 64, "K": 64}
+_GROUPS = {"M": 256, "N": 256, "G": 4}
 _LAYER = {"N": 1024, "K": 2048}
 CASES: tuple[Case, ...] = (
     Case("experts_grouped", "moe_experts", _experts_grouped, _experts_inputs, _rows(_EXPERTS, "T", 1, 64, 512)),
@@ -162,6 +173,7 @@ CASES: tuple[Case, ...] = (
     Case("upcast_matmul", "gemm_bf16", _upcast, _product, _rows({"N": 256, "K": 2048}, "M", 1, 64, 512)),
     Case("linear", "gemm_bf16", F.linear, _product, _rows(_LAYER, "M", 1, 64, 512)),
     Case("grouped_mm", "m_grouped_gemm_bf16", _grouped, _groups, _rows({"G": 16, "N": 512, "K": 512}, "M", 16, 512)),
+    Case("grouped_loop", "k_grouped_gemm_bf16", _weight_gradients, _rows_of_groups, _rows(_GROUPS, "K", 64, 1024)),
     Case("fp8_linear", "gemm_scaled", _fp8_linear, _fp8_operands, _rows(_LAYER, "M", 1, 64, 512), torch.float8_e4m3fn),
     Case("scaled_mm", "gemm_scaled", _scaled_mm, _by_row, _rows(_LAYER, "M", 16, 512), torch.float8_e4m3fn),
     Case("mqa_indexer", "mqa_topk", _indexer, _indexer_inputs, _rows(_KEYS, "S", 1, 64)),

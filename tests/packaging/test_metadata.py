@@ -93,7 +93,7 @@ BELOW = {
     ),
     "ops": ("native",),
     "native": (),
-    "lowering": ("ops", "native.table", "native.torch_npu"),
+    "lowering": ("ops", "native.table", "native._provider", "native.torch_npu"),
 }
 
 
