@@ -134,9 +134,6 @@ FAMILIES: tuple[Family, ...] = (
         is_moe=True,
         num_experts=16,
         beyond={
-            "moe_route": "The router views [tokens, 2 keys] as [2, tokens, keys], so that the logits of a token come "
-            "from other tokens as well; the op takes tokens one by one, and without a fixed number of them it cannot "
-            "be proven.",
             "moe_experts": "Each expert is one row of two embeddings, so it is one number wide, and rows are looked up "
             "by product keys; moe_experts is made for grouped products of matrices.",
         },

@@ -182,7 +182,7 @@ def _summary(baseline: Baseline, by_family: Mapping[str, Mapping[str, Result]]) 
     ]
     if beyond:
         lines.append(
-            f"* In {', '.join(beyond)} all is fused that is in the ops' families; what is left computes something else."
+            f"* In {', '.join(beyond)} all is fused that the ops are made for; the reasons below say what is left."
         )
     if none:
         lines.append(f"* Nothing is fused in {', '.join(none)}.")
