@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ascend_deep
-from ascend_deep import models, ops
-from ascend_deep.lowering import _torch_compat, torchair
+from ascend_deep import _parallelize, backend, models, ops
+from ascend_deep.graph_breaks import EXACT_HINT, graph_breaks
+from ascend_deep.lowering import _dynamo_compat, _torch_compat, torchair
 from ascend_deep.lowering.npugraph_check import host_syncs
 from ascend_deep.native.torch_npu import soc
+from ascend_deep.ops import _op
 from ascend_deep.options import Options
 from ascend_deep.passes.pipeline import Pipeline
 
@@ -96,17 +98,20 @@ def test_exact_sizes_are_sizes_that_only_the_data_know(sixteen: DeviceMesh) -> N
         assert torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(rows)
 
 
-def test_a_break_at_sizes_that_only_the_data_know_says_what_helps(caplog: pytest.LogCaptureFixture) -> None:
-    """A group of one: nothing is sent, sizes are unknown all the same."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        whole, x = _blocks(1), torch.randn(1, TOKENS, HIDDEN)
-        block = ascend_deep.parallelize(copy.deepcopy(whole), init_device_mesh("cpu", (1,)))
-        with torch.no_grad(), caplog.at_level("WARNING"):
-            got = torch.compile(block, backend="ascend_deep", options={"downstream": "eager"})(x)
-            torch.testing.assert_close(got, whole(x), rtol=1e-4, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+def test_a_break_between_ranks_says_what_helps(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """Dynamo's list of breaks as a model compiled without fullgraph leaves it."""
+    frames = [
+        traceback.FrameSummary("modeling.py", 263, "forward"),
+        traceback.FrameSummary(_parallelize.__file__, 60, "forward"),
+        traceback.FrameSummary(_op.__file__, 172, "call"),
+    ]
+    found = [("Data-dependent output shape", frames)]
+    (one,) = graph_breaks(found)
+    assert one.hint == EXACT_HINT and one.source == "_op.py:172"
+    assert graph_breaks([("Data-dependent output shape", frames[:1])])[0].hint == ""
+    monkeypatch.setattr(_dynamo_compat, "breaks_since", lambda mark: found)
+    with caplog.at_level("WARNING"):
+        backend._Breaks().tell()
     assert "compile with fullgraph=True" in caplog.text and "max_tokens_per_rank" in caplog.text
     assert "prepare" not in caplog.text
 
