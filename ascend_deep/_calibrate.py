@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,10 @@ def calibrate(
         raise stop(f"--device is {chosen!r}, and there is none that torch can use here.", _BAD_INPUT)
     if not output.parent.is_dir():
         raise stop(f"--output is {str(output)!r}, and there is no folder {output.parent}.", _BAD_INPUT)
+    if output.is_dir():
+        raise stop(f"--output is {str(output)!r}, which is a folder; it takes the name of a file.", _BAD_INPUT)
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise stop(f"--output is {str(output)!r}, which cannot be written: permission denied.", _BAD_INPUT)
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

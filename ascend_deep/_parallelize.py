@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ascend_deep import hf_experts, ops
 from ascend_deep.hf_experts import Spec
 from ascend_deep.native.c10d.transport import group_problem
+from ascend_deep.quantized_modules import QuantizedExperts
 
 __all__ = ["ParallelExperts", "parallelize"]
 
@@ -32,6 +33,9 @@ class ParallelExperts(nn.Module):
     Parameters have the names of the module that was replaced, and of their first dimension, the experts, this rank's
     share. A state dict of the whole model can be loaded: each rank takes its own experts from it.
     """
+
+    shared_out = True
+    """For ``prepare``, which leaves them: to run them on one rank alone would hang."""
 
     def __init__(self, experts: Any, spec: Spec, group: str, ranks: int, rank: int, max_tokens: int | None) -> None:
         super().__init__()
@@ -131,17 +135,16 @@ def parallelize(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module or is compiled, or ``mesh`` is no mesh.
+        TypeError: ``model`` is no module or is compiled, ``mesh`` is no mesh, or ``max_tokens_per_rank`` no integer.
         ValueError: the mesh has no such dimension, experts do not divide over its ranks, a module cannot be shared out
-            (the message has the reason), or ranks hold different weights. Nothing has been changed then.
+            (the message has the reason), or ranks hold different weights or pass different ``max_tokens_per_rank``.
+            Nothing has been changed then.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
         what = "a compiled model; parallelize it before" if hasattr(model, "_orig_mod") else f"a {type(model).__name__}"
         raise TypeError(f"parallelize: model is {what}; it takes a torch.nn.Module.")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize: mesh is a {type(mesh).__name__}; it takes a torch.distributed DeviceMesh.")
-    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-        raise ValueError(f"parallelize: max_tokens_per_rank is {max_tokens_per_rank}; it must be at least 1, or None.")
     group = _group(mesh, ep_dim)
     ranks, rank, name = group.size(), dist.get_rank(group), str(group.group_name)
     problem = group_problem(name, ranks)
@@ -150,15 +153,25 @@ def parallelize(
     if hf_experts.is_decorated(model):
         raise ValueError("parallelize: model is an experts module itself; pass the module that holds it.")
     found: list[tuple[str, Any, Spec]] = []
-    refused: ValueError | None = None
+    refused: ValueError | TypeError | None = None
     try:
+        _check_most(max_tokens_per_rank)
         found = _experts(model, ranks, partial, verify)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         refused = error
-    _agree(found, refused, group, torch.device(mesh.device_type))
+    _agree(found, refused, max_tokens_per_rank, group, torch.device(mesh.device_type))
     for _, experts, spec in found:
         _replace(model, experts, ParallelExperts(experts, spec, name, ranks, rank, max_tokens_per_rank))
     return model
+
+
+def _check_most(given: Any) -> None:
+    if given is None:
+        return
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"parallelize: max_tokens_per_rank is {given!r}; it takes an integer of at least 1, or None.")
+    if given < 1:
+        raise ValueError(f"parallelize: max_tokens_per_rank is {given}; it must be at least 1, or None.")
 
 
 def _group(mesh: DeviceMesh, ep_dim: str) -> dist.ProcessGroup:
@@ -182,6 +195,9 @@ def _experts(model: nn.Module, ranks: int, partial: bool, verify: bool) -> list[
     for path, module in model.named_modules():
         if isinstance(module, ParallelExperts):
             raise ValueError(f"parallelize: {path} is shared out already.")
+        if isinstance(module, QuantizedExperts):
+            left.append((path, "its experts are quantised, and only experts in full precision are shared out."))
+            continue
         if not hf_experts.is_decorated(module):
             if hf_experts.looks_like_experts(path, module):
                 left.append((path, "its class does not dispatch through transformers' experts interface."))
@@ -221,7 +237,11 @@ def _experts(model: nn.Module, ranks: int, partial: bool, verify: bool) -> list[
 
 
 def _agree(
-    found: Sequence[tuple[str, Any, Spec]], problem: ValueError | None, group: dist.ProcessGroup, device: torch.device
+    found: Sequence[tuple[str, Any, Spec]],
+    problem: ValueError | TypeError | None,
+    most: int | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
     """Raise on every rank if one cannot go on, or if they hold different experts: no whole model has such results."""
     if dist.get_backend(group) == "fake":  # a plan for ranks that are not there
@@ -230,12 +250,19 @@ def _agree(
         return
     tensors = [(f"{path}.{n}", getattr(m, n).detach()) for path, m, spec in found for n in _parameter_names(spec)]
     plan = repr([(n, tuple(t.shape), t.dtype) for n, t in tensors] + [spec for _, _, spec in found])
-    (mine, *_), plans = _gather(torch.tensor([-1 if problem else zlib.crc32(plan.encode())]), group, device)
+    told = [-1, 0] if problem else [zlib.crc32(plan.encode()), most or 0]
+    (mine, *_), every = _gather(torch.tensor(told), group, device)
+    plans, sizes = [int(t[0]) for t in every], [int(t[1]) or None for t in every]
     if problem is not None:
         raise problem
     refused = [str(q) for q, p in enumerate(plans) if p == -1]
     if refused:
         raise ValueError(f"parallelize: rank {', '.join(refused)} refused this model; its own error says why.")
+    if len(set(sizes)) > 1:
+        values = ", ".join(f"{size} on rank {q}" for q, size in enumerate(sizes))
+        raise ValueError(
+            f"parallelize: max_tokens_per_rank must be the same on all ranks of the group; it is {values}."
+        )
     if any(p != mine for p in plans):
         raise ValueError(
             "parallelize: the ranks hold different models; names, sizes or dtypes of their experts differ."
@@ -247,9 +274,9 @@ def _agree(
         torch.stack((t.sum(dtype=torch.float64), torch.linalg.vector_norm(t, dtype=torch.float64))).cpu()
         for _, t in tensors
     ]
-    own, every = _gather(torch.stack(sums).view(torch.int64), group, device)  # as bits, where NaN equals itself
+    own, bits = _gather(torch.stack(sums).view(torch.int64), group, device)  # as bits, where NaN equals itself
     for at, (name, _) in enumerate(tensors):
-        if any(not torch.equal(other[at], own[at]) for other in every):
+        if any(not torch.equal(other[at], own[at]) for other in bits):
             raise ValueError(f"parallelize: {name} differs between the ranks; load the same weights on all of them.")
 
 

@@ -18,7 +18,15 @@ from typing import Any
 
 from torch import nn
 
-from ascend_deep import hf_experts, hf_loops, loop_experts, quantize_adopt, quantize_loops, quantized_files
+from ascend_deep import (
+    hf_experts,
+    hf_loops,
+    loop_experts,
+    quantize_adopt,
+    quantize_loops,
+    quantize_routers,
+    quantized_files,
+)
 from ascend_deep import quantize as quantization
 from ascend_deep.hf_experts import NAME, PREVIOUS, SPEC, Spec
 from ascend_deep.hf_loops import WrittenSpec
@@ -30,6 +38,7 @@ from ascend_deep.quantized_modules import QuantizedExperts, QuantizedModule
 __all__ = ["Left", "Prepared", "Quantized", "Swapped", "load_quantized", "prepare"]
 
 _OTHER_INTERFACE = "its class dispatches through another interface of transformers (quantised experts have their own)."
+_SHARED_OUT = "its experts are shared out over ranks (parallelize), and run moe_experts on each of them already."
 _NOT_DECORATED = (
     "its class does not dispatch through transformers' experts interface, so nothing can be swapped in; "
     "torch.compile sees its own code."
@@ -190,7 +199,7 @@ def prepare(
         target: hardware to choose blocks and scales for, ``"auto"``: the device the model is on. Others are ``"cpu"``,
             ``"sm90"``, ``"sm100"``, ``"ascend950"``.
         exclude: layers that are not quantised: patterns for paths or their last names. By default output layers and
-            routers.
+            routers; "router" also stands for every linear layer that chooses between experts which are one op now.
         keep_master: keep the original layers, so that ``restore()`` can put them back.
 
     Returns:
@@ -222,7 +231,8 @@ def prepare(
     inside, unfit = quantize_loops.quantise(model, loops, recipe, exclude, keep_master)
     done, refused = [*done, *inside], [*refused, *unfit]
     swapped = tuple(s for s in swapped if s.module not in {q.module for q in inside})
-    more, stay = quantization.linears(model, recipe, exclude, keep_master, [s.module for s in swapped])
+    routers = quantize_routers.routers(model) if "router" in exclude else {}
+    more, stay = quantization.linears(model, recipe, exclude, keep_master, [s.module for s in swapped], routers)
     order = {path: i for i, (path, _) in enumerate(model.named_modules())}
     entries = sorted((*adopted, *done, *more), key=lambda q: order[q.module])
     return Prepared(model, swapped, _joined([*strange, *refused, *stay], left), tuple(entries))
@@ -247,6 +257,10 @@ def _swap_experts(
     for path, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, QuantizedModule):
+            continue
+        if getattr(module, "shared_out", False):
+            left.append(Left(path, kind, _SHARED_OUT))
+            known.add(path)
             continue
         if hf_loops.is_known(module):
             written = hf_loops.installed(module) or hf_loops.install(module, verify, cache)
@@ -295,8 +309,8 @@ def _loops(
     for path in loop_experts.owners(model):
         if any(path == p or p.startswith(f"{path}." if path else "") for p in decorated):
             continue
-        if any(isinstance(m, QuantizedExperts) for m in modules[path].modules()):
-            continue  # its experts are quantised already
+        if any(isinstance(m, QuantizedExperts) or getattr(m, "shared_out", False) for m in modules[path].modules()):
+            continue  # quantised already, or not to be run on one rank alone
         if any(path == s.module or path.startswith(f"{s.module}." if s.module else "") for s in swapped):
             continue
         kind = type(modules[path]).__name__

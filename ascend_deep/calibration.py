@@ -21,7 +21,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -143,28 +143,61 @@ def _load(path: str, _time: int, _size: int) -> Calibration:
     if data.get("format") != _FORMAT:
         raise BadCalibration(f"the calibration {path} has format {data.get('format')!r}; this version reads {_FORMAT}.")
     try:
-        machine = Machine(**data["machine"])
-        decide = {name: _row(name, row) for name, row in data.get("decide", {}).items()}
-        measured = tuple(_measured(m) for m in data.get("measured", ()))
+        machine = Machine(**_fields("machine", data["machine"], Machine))
+        decide = {name: _row(name, row) for name, row in _table("decide", data.get("decide", {})).items()}
+        rows = data.get("measured", [])
+        if not isinstance(rows, list):
+            raise ValueError(f"measured is {rows!r}; it takes a list of tables")
+        measured = tuple(_measured(m) for m in rows)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BadCalibration(f"the calibration {path} is not as ascend-deep calibrate writes it: {what}.") from None
     return Calibration(machine, decide, measured, hashlib.sha256(content).hexdigest()[:16])
 
 
-def _row(name: str, row: Mapping[str, Any]) -> Row:
+_STRINGS = ("device", "name", "torch", "downstream", "recogniser", "op", "provider", "dtype")
+
+
+def _table(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is {value!r}; it takes a table")
+    return value
+
+
+def _fields(key: str, value: Any, kind: type) -> Mapping[str, Any]:
+    """A table with exactly the fields of ``kind``, strings where it has strings."""
+    table = _table(key, value)
+    names = [f.name for f in fields(kind)]
+    unknown = [n for n in table if n not in names]
+    if unknown:
+        raise ValueError(f"{key}.{unknown[0]} is unknown; there are {', '.join(names)}")
+    for name in names:
+        if name not in table:
+            raise ValueError(f"{key}.{name} is missing")
+        if name in _STRINGS and not isinstance(table[name], str):
+            raise ValueError(f"{key}.{name} is {table[name]!r}; it takes a string")
+        if name == "threads" and (type(table[name]) is not int or table[name] < 1):
+            raise ValueError(f"{key}.{name} is {table[name]!r}; it takes an integer above 0")
+    return table
+
+
+def _row(name: str, value: Any) -> Row:
     if name not in NAMES:
         raise ValueError(f"decide.{name} is no recogniser; there are {', '.join(NAMES)}")
+    row = _table(f"decide.{name}", value)
+    if "profits" not in row:
+        raise ValueError(f"decide.{name}.profits is missing")
     if not isinstance(row["profits"], bool):
         raise ValueError(f"decide.{name}.profits is {row['profits']!r}; it takes true or false")
     return Row(row["profits"], str(row.get("why", "the calibration says so")))
 
 
-def _measured(row: Mapping[str, Any]) -> Measured:
-    found = Measured(**row)
+def _measured(row: Any) -> Measured:
+    found = Measured(**_fields("measured", row, Measured))
+    _table(f"sizes of a measured {found.op}", found.sizes)
     for name in ("written", "fused"):
         value = getattr(found, name)
-        if not isinstance(value, (int, float)) or not (0 < value < math.inf):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
             raise ValueError(f"{name} of a measured {found.op} is {value!r}; it takes seconds above 0")
     if not all(type(v) is int and v > 0 for v in found.sizes.values()):
         raise ValueError(f"sizes of a measured {found.op} are {dict(found.sizes)!r}; they take integers above 0")

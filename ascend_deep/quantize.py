@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,13 +75,19 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 # -- linear layers --------------------------------------------------------------------------------------------------
 def linears(
-    model: nn.Module, recipe: Recipe, exclude: Sequence[str], keep_master: bool, taken: Iterable[str] = ()
+    model: nn.Module,
+    recipe: Recipe,
+    exclude: Sequence[str],
+    keep_master: bool,
+    taken: Iterable[str] = (),
+    routers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Quantized], list[Refused]]:
     """Quantise every ``nn.Linear`` that may be, in place.
 
     Args:
         exclude: patterns for whole paths or their last names.
         taken: paths of modules that compute with their parameters elsewhere.
+        routers: paths of layers that choose experts, with a sentence.
     """
     done: list[Quantized] = []
     left: list[Refused] = []
@@ -92,7 +99,8 @@ def linears(
         if module._parameters.get("weight", module) is None:
             continue  # a part of experts that are quantised as a whole
         kind = type(module).__name__
-        reason = excluded(path, exclude, module in outputs) or _unfit(path, module, shared, read, recipe, taken)
+        reason = excluded(path, exclude, module in outputs) or routers.get(path)
+        reason = reason or _unfit(path, module, shared, read, recipe, taken)
         if reason is None:
             done.append(_quantise_linear(model, path, module, recipe, keep_master))
         else:

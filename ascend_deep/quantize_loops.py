@@ -3,14 +3,17 @@
 A loop that ``moe_experts`` takes the place of (``loop_experts``) is one call in an otherwise unchanged forward. Here
 that call goes to ``QuantizedExperts`` instead, which is registered as the submodule ``quantized_experts`` of the module
 with the loop; the experts' own parameters are taken away. What is left of the experts' modules computes nothing, so a
-call that the loop was not tested for (another mode, autocast) raises instead of running the loop.
+call that the loop was not tested for (another mode, autocast) raises instead of running the loop. So does every call
+after an expert was changed (a hook, another module); compiled graphs look when they run, as those of loops do.
 
 The loop stays as ``moe_experts``, with a sentence, if its experts have no gate, if weights multiply the tokens before
-the first product, if parameters are read by others, or if the module does not run without them.
+the first product, if parameters are read by others, if another block has the same experts, or if the module does not
+run without them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +22,9 @@ from torch import Tensor, nn
 
 from ascend_deep import loop_experts
 from ascend_deep.hf_experts import Spec
+from ascend_deep.loop_masks import ids_of
 from ascend_deep.loop_runs import quiet
-from ascend_deep.loop_state import Call, Experts
+from ascend_deep.loop_state import _LIVE, Call, Experts
 from ascend_deep.quantize import Quantized, Refused, calc_diff, excluded
 from ascend_deep.quantize_recipes import Recipe
 from ascend_deep.quantized_modules import QuantizedExperts
@@ -37,36 +41,89 @@ class LoopExperts(QuantizedExperts):
     in_loop = True
 
 
+class _Watch(Experts):
+    """The structure of experts whose parameters were taken away: what may not change. Holds no tensor.
+
+    Args:
+        experts: whose structure, as it was noted, is watched.
+        memo: of a ``copy.deepcopy``; the copies are watched then, as they are now.
+    """
+
+    def __init__(self, experts: Experts, memo: dict[int, Any] | None = None) -> None:
+        vars(self).update(vars(experts))
+        self.stacks = ()
+        self.w13 = self.b13 = self.w2 = self.b2 = None
+        self._known = ([], [], [])
+        if memo is not None:
+            self.watched = tuple(copy.deepcopy(m, memo) for m in self.watched)
+            self.links = tuple((copy.deepcopy(m, memo), n) for m, n in self.links)
+            self._hooks = []
+            self._note_structure()
+
+
 class QuantizedLoop:
     """What a module with a quantised loop carries in place of ``loop_state.Experts``; its forward calls it alike.
 
     Args:
         path: of the module, for messages.
         experts: its submodule.
-        calls, modes, autocast, loop, offset: as ``Experts`` has them.
-        original: that, with the parameters, to go back to; ``None`` if it was not kept.
+        offset: as ``Experts.constants`` has it.
+        watch: its experts' structure; and calls, modes and what else ``Experts`` knows of the loop.
+        holders: where its experts' parameters were, as (module, name).
+        original: those experts, with the parameters, to go back to; ``None`` if they were not kept.
     """
 
     def __init__(
         self,
         path: str,
         experts: Any,
-        calls: tuple[Call, ...],
-        modes: tuple[bool, ...],
-        autocast: bool,
-        loop: Any,
         offset: int,
+        watch: _Watch,
+        holders: Sequence[tuple[nn.Module, str]],
         original: tuple[Experts, list[tuple[nn.Module, str, nn.Parameter]]] | None = None,
     ) -> None:
-        self.path, self.experts, self.calls = path, experts, calls
-        self.modes, self.autocast, self.loop, self.offset = modes, autocast, loop, offset
-        self.original = original
+        self.path, self.experts, self.offset, self.watch = path, experts, offset, watch
+        self.calls, self.modes, self.autocast, self.loop = watch.calls, watch.modes, watch.autocast, watch.loop
+        self.holders, self.original = tuple(holders), original
+        self._broken: str | None = None
+        self._place = 0
+        self._register()
 
     def usable(self, training: bool) -> bool:
-        """Whether the loop was tested for this call."""
+        """Whether the loop was tested for this call; raises if its experts were changed."""
+        if not torch.compiler.is_compiling():  # compiled graphs look when they run
+            wrong = self._changed_structure()
+            if wrong is not None:
+                raise RuntimeError(
+                    f"{self.path}: {wrong} Its experts are quantised and would not see that; make the change before "
+                    "prepare, or leave these experts out of it with exclude."
+                )
         return training in self.modes and (
             self.autocast or not torch.is_autocast_enabled(self.experts.down_proj_q.device.type)
         )
+
+    def _changed_structure(self) -> str | None:
+        if self._broken is not None:
+            return self._broken
+        for module, name in self.holders:
+            if name in vars(module) or module._parameters.get(name) is not None:
+                return f"the parameter {name!r} was given to one of its experts after prepare."
+        return self.watch._changed_structure()
+
+    # -- what ``loop_guard`` asks, beside the structure ---------------------------------------------------------------
+    def _register(self) -> None:
+        """Make the guard of compiled graphs find this object by the address of the weights."""
+        _LIVE.pop(self._place, None)
+        held = getattr(self.experts, "down_proj_q", None)
+        if held is not None and held.device.type != "meta":
+            self._place = held.data_ptr()
+            _LIVE[self._place] = self  # type: ignore[assignment]  # it has what the guard asks for
+
+    def _up_to_date(self) -> bool:
+        return True
+
+    def _moved(self) -> str:
+        return "its experts were changed."
 
     def own_loop(self) -> None:
         """Its experts have no weights of their own any more: raises."""
@@ -90,13 +147,15 @@ class QuantizedLoop:
         elif k == "weights":
             assert weights is not None
             k = weights.shape[-1]
-        tokens, ids = x.reshape(-1, x.shape[-1]), idx.reshape(-1, k)
+        tokens, ids = x.reshape(-1, x.shape[-1]), ids_of(idx) if call.mask else idx.reshape(-1, k)
         scale = weights.reshape(-1, k) if weights is not None else tokens.new_ones(ids.shape)
         dtype = x.dtype
         if call.out == "weights":
             dtype = scale.dtype
         elif call.out == "promote":
             dtype = torch.promote_types(x.dtype, scale.dtype)
+        if torch.compiler.is_compiling():
+            ids = torch.ops.ascend_deep.loop_guard(ids, self.experts.down_proj_q)
         out = self.experts.run(tokens, ids - self.offset if self.offset else ids, scale, dtype)
         out = out if call.flat else out.view(x.shape)
         if base is None:
@@ -109,15 +168,20 @@ class QuantizedLoop:
         """Without its experts' parameters the module cannot have its own forward back."""
         return True
 
-    def refresh(self) -> None:
-        """Nothing: the tensors are those of a submodule."""
+    def refresh(self) -> str | None:
+        """The tensors, which are those of a submodule, may have moved. A sentence if the experts were changed."""
+        self._register()
+        return self._changed_structure()
 
     def copied(self, memo: dict[int, Any]) -> QuantizedLoop:
         """The same for the copy that ``memo`` has of the module; without the originals."""
-        import copy
-
-        twin = copy.deepcopy(self.experts, memo)
-        return QuantizedLoop(self.path, twin, self.calls, self.modes, self.autocast, self.loop, self.offset)
+        wrong = self._changed_structure()
+        holders = [(copy.deepcopy(m, memo), n) for m, n in self.holders]
+        twin = QuantizedLoop(
+            self.path, copy.deepcopy(self.experts, memo), self.offset, _Watch(self.watch, memo), holders
+        )
+        twin._broken = wrong
+        return twin
 
     def __reduce__(self) -> Any:
         return (_nothing, ())
@@ -134,14 +198,17 @@ def quantise(
     """Quantise the experts of the swapped loops at ``paths``, in place."""
     done: list[Quantized] = []
     left: list[Refused] = []
-    for path in paths:
+    loops = {p: e for p in paths if isinstance(e := vars(model.get_submodule(p)).get(loop_experts.ATTRIBUTE), Experts)}
+    # All are looked at before the first is changed: blocks may have the same experts.
+    unfit = {
+        p: excluded(p, exclude, False) or _unfit(model, p, model.get_submodule(p), e, recipe)
+        or _shared(model, model.get_submodule(p), e)
+        for p, e in loops.items()
+    }  # fmt: skip
+    for path, experts in loops.items():
         module = model.get_submodule(path)
-        experts = vars(module).get(loop_experts.ATTRIBUTE)
-        if not isinstance(experts, Experts):
-            continue
         kind = type(module).__name__
-        found = excluded(path, exclude, False) or _unfit(model, path, module, experts, recipe)
-        made = found or _quantise(model, path, module, experts, recipe, keep_master)
+        made = unfit[path] or _quantise(model, path, module, experts, recipe, keep_master)
         if isinstance(made, str):
             left.append((path, kind, f"not quantised: {made}"))
         else:
@@ -171,6 +238,17 @@ def _unfit(model: nn.Module, path: str, module: nn.Module, experts: Experts, rec
     assert w2 is not None
     if recipe.kind == "fp4" and (w2.shape[1] % 2 or w2.shape[2] % 2):
         return f"its sizes are {w2.shape[1]} and {w2.shape[2]}; FP4 stores pairs and needs even numbers."
+    return None
+
+
+def _shared(model: nn.Module, module: nn.Module, experts: Experts) -> str | None:
+    """A sentence if another module than ``module`` has the same experts: it would run without their parameters."""
+    holders = {id(m) for m, _, _ in _sites(experts)}
+    inside = {id(m) for m in module.modules()}
+    above = {id(m) for m in module.modules() if m is not module and any(id(c) in holders for c in m.modules())}
+    for name, parent in model.named_modules():
+        if id(parent) not in inside and any(id(child) in above for child in parent._modules.values()):
+            return f"its experts are also those of {name or type(parent).__name__}, which runs them too."
     return None
 
 
@@ -220,9 +298,7 @@ def _quantise(
         path, type(module).__name__, recipe, error, calc_diff(new(x, ids, shares), wanted),
         sum(p.nbytes for _, _, p in sites), sum(t.nbytes for t in (d13, s13, d2, s2)),
     )  # fmt: skip
-    state = QuantizedLoop(
-        path, new, experts.calls, experts.modes, experts.autocast, experts.loop, offset, (experts, sites)
-    )
+    state = QuantizedLoop(path, new, offset, _Watch(experts), [(m, n) for m, n, _ in sites], (experts, sites))
     wrong = _put(model, module, state, w2)
     if wrong is None and not keep_master:
         state.original = None
@@ -281,9 +357,8 @@ def make_room(model: nn.Module, path: str) -> str | None:
         else:
             return "it has no loop over experts."
     experts = vars(module)[loop_experts.ATTRIBUTE]
-    state = QuantizedLoop(
-        path, None, experts.calls, experts.modes, experts.autocast, experts.loop, experts.constants[4]
-    )  # fmt: skip
+    holders = [(m, n) for m, n, _ in _sites(experts)]
+    state = QuantizedLoop(path, None, experts.constants[4], _Watch(experts), holders)
     for holder, name, _ in _sites(experts):
         holder._parameters[name] = None
     module.add_module(NAME, nn.Module())  # a place for the experts
@@ -295,6 +370,7 @@ def settle(module: nn.Module, new: LoopExperts) -> None:
     """Put ``new`` where ``make_room`` made room."""
     module._modules[NAME] = new
     vars(module)[loop_experts.ATTRIBUTE].experts = new
+    vars(module)[loop_experts.ATTRIBUTE].refresh()
 
 
 # -- taking out -----------------------------------------------------------------------------------------------------

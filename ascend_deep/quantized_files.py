@@ -40,8 +40,13 @@ def save(model: nn.Module, path: str | Path, entries: tuple[Quantized, ...]) -> 
 
     Raises:
         ValueError: the model holds no quantised layer, or a tensor without data.
+        FileNotFoundError, IsADirectoryError, OSError: there is no such folder, ``path`` is one, or cannot be written.
         ImportError: safetensors is not installed.
     """
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"save: path is {str(path)!r}, and there is no folder {Path(path).parent}.")
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"save: path is {str(path)!r}, which is a folder; it takes the name of a file.")
     known = {e.module: e for e in entries}
     layers = {
         p: _describe(m, known.get(_told_of(p, m.in_loop)))
@@ -66,7 +71,11 @@ def save(model: nn.Module, path: str | Path, entries: tuple[Quantized, ...]) -> 
         tensors[name] = tensor if whole else tensor.contiguous().clone()
     manifest = json.dumps({"layers": layers, "aliases": aliases})
     metadata = {"format": _FORMAT, "version": _VERSION, "manifest": manifest}
-    _safetensors().torch.save_file(tensors, str(path), metadata=metadata)
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(tensors, str(path), metadata=metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"save: {path} cannot be written: {error}.") from error
 
 
 def load(model: nn.Module, path: str | Path) -> tuple[Quantized, ...]:

@@ -79,7 +79,8 @@ def check_handle(
         _check.dtypes(op, name, tensor, (torch.int32,))
         _check.rank(op, name, tensor, shape, dims)
     _check.dtypes(op, "splits", splits, (torch.int64,))
-    _check.rank(op, "splits", splits, "[2, R]", 2)
+    _check.rank(op, "splits", splits, "[3, R]", 2)
+    _check.size(op, "the number of rows of splits", splits.shape[0], 3, "that of every handle")
     local = num_experts // group_size
     for what, found, wanted, source in (
         ("the length of psum_rank", psum_rank.shape[0], group_size, "group_size"),

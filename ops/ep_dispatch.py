@@ -16,7 +16,8 @@ rank that holds one of its experts. What a rank receives is ordered by source ra
   expert, or, expanded, where each expert's rows end; ``src_meta`` i32 [N, K + 2]: source rank * M + token, source rank
   * K + the last choice that goes here, and per choice the local expert, or, expanded, the row; ``dst_slot`` i32 [T, K]:
   rank * M + place at the last choice of each rank, else -1; ``aux`` i32, whatever a library needs besides; ``splits``
-  i64 [2, R] on the CPU, rows sent and received.
+  i64 [3, R] on the CPU, rows sent, rows received, and ``max_tokens_per_rank``, ``cpu_sync`` and ``expand`` in one
+  number, so that a combine with others is an error.
 
 Checked on all ranks before the first row moves, with the same error everywhere: that sizes agree, and, with
 ``cpu_sync``, that no rank has more than M tokens. Without it M is checked on the rank alone, before it sends anything.
@@ -172,7 +173,7 @@ def _fake(
         x.new_empty((rows, topk + 2), dtype=torch.int32),
         x.new_empty(topk_idx.shape, dtype=torch.int32),
         x.new_empty(0, dtype=torch.int32),
-        torch.empty((2, group_size), dtype=torch.int64, device="cpu"),
+        torch.empty((3, group_size), dtype=torch.int64, device="cpu"),
     )
 
 

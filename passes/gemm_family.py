@@ -73,7 +73,10 @@ def plan(region: Region, k: int = _K, n: int = _N, first: int = 0) -> Dims | Ref
         give(s, k)
     for s in b:
         give(s, n)
-    return Dims(symbols, literals)
+    dims = Dims(symbols, literals)
+    if any(size < 1 for node in region.inputs.values() for size in dims.shape(node)):
+        return Refusal("its sizes depend on one another in a way that leaves no small sizes to run the block at.")
+    return dims
 
 
 def solve(region: Region, out_dtypes: Sequence[torch.dtype]) -> Solution | Refusal:

@@ -162,7 +162,7 @@ def ep_dispatch(
         src_meta,
         slots.to(torch.int32),
         x.new_empty(0, dtype=torch.int32),
-        splits,
+        torch.cat((splits, torch.full((1, ranks), _how(most, expand, cpu_sync)))),
     )
     rows, scales, weights = _delivered(rows, scales, weights, lanes.slot, total, expand)
     idx = local.new_empty((0, topk)) if expand else local.clone()
@@ -196,12 +196,24 @@ def _or_empty(
     return (sf, weights) if idx is None else (sf, idx, weights)
 
 
-def _splits(splits: Tensor, cpu_sync: bool, ranks: int, most: int) -> tuple[list[int], list[int]]:
-    """Rows sent to, and received from, every rank in the dispatch."""
-    if not cpu_sync:
-        return [most] * ranks, [most] * ranks
-    sent, received = splits.tolist()
-    return sent, received
+def _how(most: int, expand: bool, cpu_sync: bool) -> int:
+    """Attributes of a dispatch in one number, which its handle carries."""
+    return 4 * most + 2 * cpu_sync + expand
+
+
+def _splits(
+    op: str, splits: Tensor, expand: bool, cpu_sync: bool, ranks: int, most: int
+) -> tuple[list[int], list[int]]:
+    """Rows sent to, and received from, every rank in the dispatch; raises if that had other attributes."""
+    sent, received, (how, *_) = splits.tolist()
+    for name, given, made in (
+        ("expand", expand, bool(how & 1)),
+        ("cpu_sync", cpu_sync, bool(how & 2)),
+        ("max_tokens_per_rank", most, how >> 2),
+    ):
+        if given != made:
+            raise ValueError(f"{op}: {name} is {given}, but the handle is of a dispatch where it was {made}.")
+    return (sent, received) if cpu_sync else ([most] * ranks, [most] * ranks)
 
 
 def _starts(splits: Tensor, cpu_sync: bool, ranks: int, most: int, device: torch.device) -> Tensor:
@@ -235,7 +247,7 @@ def ep_dispatch_cached(
     """As the op says."""
     ranks, most = int(group_size), int(max_tokens_per_rank)
     require_group("ep_dispatch_cached", group, ranks)
-    sent, received = _splits(splits, cpu_sync, ranks, most)
+    sent, received = _splits("ep_dispatch_cached", splits, expand, cpu_sync, ranks, most)
     token = scattering(positions(dst_slot, _starts(splits, cpu_sync, ranks, most, x.device), most), sum(sent))
 
     def move(t: Tensor | None) -> Tensor | None:
@@ -277,7 +289,7 @@ def ep_combine(
     """As the op says."""
     ranks, most = int(group_size), int(max_tokens_per_rank)
     require_group("ep_combine", group, ranks)
-    sent, received = _splits(splits, cpu_sync, ranks, most)
+    sent, received = _splits("ep_combine", splits, expand, cpu_sync, ranks, most)
     tokens, topk = dst_slot.shape
     compute = torch.float64 if y.dtype == torch.float64 else torch.float32
     lanes = src_meta[:, 2:].to(torch.int64)

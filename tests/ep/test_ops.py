@@ -254,6 +254,22 @@ def test_refusals(changed: dict[str, Any], error: type[Exception], sentence: str
         ops.ep_dispatch(call.pop("x"), None, call.pop("idx"), call.pop("weights"), **call)
 
 
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_handle_is_used_with_the_attributes_of_its_dispatch(expand: bool) -> None:
+    """Every expert is chosen once, so that both kinds of dispatch have equally many rows."""
+    x, idx = torch.randn(4, 6), torch.tensor([[2], [0], [3], [1]])
+    how: dict[str, Any] = {"num_experts": 4, "max_tokens_per_rank": 5, "expand": expand, "cpu_sync": True}
+    out = ops.ep_dispatch(x, None, idx, **how)
+    y = 1.5 * out.recv_x
+    assert torch.equal(ops.ep_combine(y, None, None, None, idx, *out[5:], **how)[0], 1.5 * x)
+    for name, value in (("expand", not expand), ("cpu_sync", False), ("max_tokens_per_rank", 7)):
+        words = f"{name} is {value}, but the handle is of a dispatch where it was {how[name]}."
+        with pytest.raises(ValueError, match=f"^ep_combine: {words}"):
+            ops.ep_combine(y, None, None, None, idx, *out[5:], **{**how, name: value})
+        with pytest.raises(ValueError, match=f"^ep_dispatch_cached: {words}"):
+            ops.ep_dispatch_cached(x, None, None, idx, *out[5:], num_recv=4, **{**how, name: value})
+
+
 def test_quantised_rows_have_no_gradient() -> None:
     x = torch.randn(4, 6).to(torch.float8_e4m3fn).requires_grad_()
     out = ops.ep_dispatch(x, None, torch.tensor([[0], [1], [0], [1]]), num_experts=2, max_tokens_per_rank=4)

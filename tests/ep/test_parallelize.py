@@ -206,6 +206,36 @@ def _loading(rank: int, ranks: int) -> str:
     return str(caught.value)
 
 
+def _sizes(rank: int, ranks: int) -> list[str]:
+    mesh, model, said = init_device_mesh("cpu", (ranks,)), _whole("qwen3_moe", layers=1), []
+    for most in (8 + 8 * rank, None if rank else 3, "4", 2.5, True):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            ascend_deep.parallelize(model, mesh, max_tokens_per_rank=most)  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    ascend_deep.parallelize(model, mesh)  # nothing had been changed
+    names = {type(m) for m in model.modules()}
+    prepared = ascend_deep.prepare(model)  # on its own: no rank waits for another
+    assert prepared.swapped == () and names == {type(m) for m in model.modules()}
+    (left,) = prepared.left
+    assert left.reason.startswith("its experts are shared out over ranks (parallelize)"), left
+    other = _whole("qwen3_moe", layers=1)
+    ascend_deep.prepare(other, quantize="fp8")
+    with pytest.raises(ValueError, match="its experts are quantised, and only experts in full precision"):
+        ascend_deep.parallelize(other, mesh)
+    return said
+
+
+def test_a_size_that_ranks_cannot_agree_on(two: Ranks) -> None:
+    first, second = two(_sizes)
+    assert first == second
+    assert first[:2] == [
+        f"parallelize: max_tokens_per_rank must be the same on all ranks of the group; it is {found}."
+        for found in ("8 on rank 0, 16 on rank 1", "3 on rank 0, None on rank 1")
+    ]
+    for text, value in zip(first[2:], ("'4'", "2.5", "True"), strict=True):
+        assert text == f"parallelize: max_tokens_per_rank is {value}; it takes an integer of at least 1, or None."
+
+
 def test_state_dicts_and_ranks_that_differ(two: Ranks) -> None:
     said = set(two(_loading))
     assert said == {

@@ -74,6 +74,12 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         (("T = 4,", "T = 0,"), "sizes of a measured swiglu are {'T': 0, 'I': 1024}; they take integers above 0"),
         (("threads = ", "heads = "), "not as ascend-deep calibrate writes it: .*heads"),
         (("[machine]", "[machines]"), "'machine' is missing"),
+        (("format = 1", "format = 1\ndecide = 3"), "cannot be read|decide is 3; it takes a table"),
+        (("[decide.swiglu]\nprofits = false", "[decide]\nswiglu = 3\n[rest]"), "decide.swiglu is 3; it takes a table"),
+        (("sizes = { T = 4, I = 1024 }", "sizes = 3"), "sizes of a measured swiglu is 3; it takes a table"),
+        (("threads = ", 'threads = "a" # '), "machine.threads is 'a'; it takes an integer above 0"),
+        (("device = ", "device = 7 # "), "machine.device is 7; it takes a string"),
+        (("[[measured]]", "[measured]"), "cannot be read|takes a list of tables"),
     ],
 )
 def test_a_bad_file_is_an_error_in_one_sentence(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
@@ -264,6 +270,7 @@ def test_the_command_measures_writes_and_a_compile_uses_it(tmp_path: Path) -> No
         (["--downstream", "gcc"], "--downstream is 'gcc'; it takes auto, "),
         (["--format", "html"], "--format is 'html'; it takes text, json."),
         (["-o", "/nowhere/at/all.toml"], "there is no folder /nowhere/at."),
+        (["-o", "/"], "--output is '/', which is a folder; it takes the name of a file."),
     ],
 )
 def test_bad_input(arguments: list[str], sentence: str) -> None:

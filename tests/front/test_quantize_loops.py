@@ -14,6 +14,7 @@ from ascend_deep import quantize_loops
 from ascend_deep.ops.activations import ACTIVATIONS
 from ascend_deep.quantize import Quantized, Refused, calc_diff, linears
 from ascend_deep.quantize_recipes import recipe_for
+from ascend_deep.quantize_routers import routers
 from tests.front import loop_blocks as blocks
 
 BF16 = torch.bfloat16
@@ -159,3 +160,86 @@ def test_a_call_that_was_not_tested_raises(swapped: nn.Module) -> None:
         run(model.train(), tokens())
     with pytest.raises(RuntimeError, match="have no gradient"):
         model.eval()(tokens().requires_grad_())
+
+
+def _hook(model: nn.Module) -> None:
+    model[0].experts[1].register_forward_hook(lambda m, a, y: 5 * y)
+
+
+def _another(model: nn.Module) -> None:
+    model[0].experts[1] = nn.Linear(blocks.HIDDEN, blocks.HIDDEN)
+
+
+def _parameter(model: nn.Module) -> None:
+    holder, name = vars(model[0])["_ascend_deep_loop"].holders[-1]
+    setattr(holder, name, nn.Parameter(torch.randn(3)))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (_hook, "a hook was attached"), (_another, "was replaced after prepare"), (_parameter, "was given to one"),
+])  # fmt: skip
+@pytest.mark.parametrize("keep_master", [False, True])
+def test_a_change_of_an_expert_raises(swapped: nn.Module, change: Any, words: str, keep_master: bool) -> None:
+    """In eager mode, in a graph that was compiled before, and in copies that were made before and after."""
+    model, _, _ = quantised(swapped, "fp8", keep_master=keep_master)
+    x = tokens()
+    want, early = run(model, x), copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="ascend_deep", fullgraph=True, options={"downstream": "eager"})
+    torch.testing.assert_close(run(compiled, x), want, rtol=1e-3, atol=1e-3)
+    change(model)
+    for changed in (model, compiled, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=words):
+            run(changed, x)
+    assert torch.equal(run(early, x), want)
+    if change is not _parameter:
+        change(early)
+        with pytest.raises(RuntimeError, match=words):
+            run(early, x)
+
+
+class _Shared(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        second.experts = first.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(0.05 * self.first(x))
+
+
+def test_blocks_with_the_same_experts_stay(swapped: nn.Module) -> None:
+    model = _Shared(copy.deepcopy(swapped[0]), blocks.Interleaved().eval())
+    x, paths = tokens(), ["first"]
+    keys, want = list(model.state_dict()), run(model, x)
+    done, left = quantize_loops.quantise(model, paths, recipe_for("fp8", "cpu", model), (), False)
+    assert done == [] and [p for p, _, _ in left] == paths
+    assert left[0][2] == "not quantised: its experts are also those of second, which runs them too."
+    assert list(model.state_dict()) == keys and torch.equal(run(model, x), want)
+
+
+def test_routers_are_left_whatever_their_names_are(swapped: nn.Module) -> None:
+    model = copy.deepcopy(swapped)
+    proj = model[0].router.proj
+    model[0].router.proj = nn.Sequential(nn.Linear(blocks.HIDDEN, 10), nn.Tanh(), nn.Linear(10, proj.out_features))
+    found = routers(model)
+    assert set(found) == {"0.router.proj.0", "0.router.proj.2"}
+    assert "reaches the weights of the experts" in found["0.router.proj.0"]
+    assert f"an output for each of the {proj.out_features} experts" in found["0.router.proj.2"]
+    x = tokens()
+    want = run(model, x)
+    prepared = ascend_deep.prepare(model, quantize="fp8")
+    assert [q.module for q in prepared.quantized] == ["0", "1"] and routers(model) == found
+    assert calc_diff(run(model, x), want) < 1e-2
+    again = ascend_deep.prepare(model, quantize="fp8")
+    assert again.quantized == () and {r.module for r in again.left} == set(found)
+    every = ascend_deep.prepare(model, quantize="fp8", exclude=())  # who asks for it gets it
+    assert {q.module for q in every.quantized} == set(found)
+
+
+def test_a_folder_that_is_not_there(swapped: nn.Module, tmp_path: Any) -> None:
+    prepared = ascend_deep.Prepared(swapped, (), ())
+    with pytest.raises(FileNotFoundError, match="^save: path is .*and there is no folder .*none\\.$"):
+        prepared.save(tmp_path / "none" / "m.safetensors")
+    with pytest.raises(IsADirectoryError, match="^save: path is .*which is a folder"):
+        prepared.save(tmp_path)
