@@ -20,6 +20,7 @@ from torch import fx
 
 from ascend_deep import ops
 from ascend_deep.lowering._torch_compat import statically_known_true
+from ascend_deep.passes import safeguards
 from ascend_deep.passes._types import Recogniser, Refusal, Solution
 from ascend_deep.passes.probe import replacement, run_probe
 from ascend_deep.passes.region import Region
@@ -67,6 +68,9 @@ def prove(recogniser: Recogniser, region: Region, solution: Solution) -> Proof |
     probes = recogniser.probes(region, solution)
     if len({p.seed for p in probes}) < 3:
         raise AssertionError(f"recogniser {recogniser.name} must probe with at least three seeds")
+    blind = safeguards.beyond_probes(region, [p.dims for p in probes])
+    if blind is not None:
+        return blind
     known = ops.op(solution.op).tolerance
     tolerance = known[_float_dtype(region, known)]
     # Results in half precision may round to another neighbour, once in the op and once in the block.

@@ -7,9 +7,10 @@ region tells whether one holds, so equal sizes (T == H) cannot mislead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -25,6 +26,7 @@ __all__ = ["CANONICAL", "Bench", "arrange", "assignments", "expr", "fit", "resto
 
 CANONICAL: Mapping[str, str] = {"q": "BSHD", "kv": "BTD", "weights": "BSH"}
 _SMALL = {"B": 2, "S": 3, "H": 3, "D": 6, "T": 11}
+_OTHER = {"B": 1, "S": 2, "H": 2, "D": 1, "T": 3}  # more than that in a second run, which has to give the same
 _LARGEST = 2 * 10**7  # scores of all heads that a run may hold
 _aten = torch.ops.aten
 
@@ -181,16 +183,22 @@ class Bench:
         return 1
 
     # -- sizes --------------------------------------------------------------------------------------------------
-    def plans(self) -> Iterator[Dims]:
-        """Sizes to try: all small, then the model's own heads and depth, then its own sizes if they are small."""
+    def plans(self, more: Mapping[str, int] = MappingProxyType({})) -> Iterator[Dims]:
+        """Sizes to try: all small but the heads, then the model's own depth, too, then its own sizes if they are small.
+
+        Args:
+            more: what to add to a size, by name of a dim.
+        """
         wanted = dict(_SMALL)
         wanted["T"] = max(wanted["T"], self.chosen + 5)
         real = {n: self.size(n) for n in wanted}
-        # A loop over heads. If their number is symbolic, run with one more than the loop has.
+        # A block may treat heads unlike each other, so it runs with all of them. If their number is symbolic, with one
+        # more than a loop over them has.
         last = max((_selected(n) for n in self.region.nodes), default=-1)
-        wanted["H"] = max(wanted["H"], last + (1 if isinstance(real["H"], int) else 2))
+        wanted["H"] = max(wanted["H"], last + 2) if not isinstance(real["H"], int) else real["H"]
         fixed = {n: s for n, s in real.items() if isinstance(s, int) and n in "HD"}
         for plan in (wanted, {**wanted, **fixed}):
+            plan = {n: s + more.get(n, 0) * (n != "H" or not isinstance(real["H"], int)) for n, s in plan.items()}
             dims = size_plan(plan, real)
             if dims is not None and self._fits(dims, real):
                 yield dims
@@ -322,9 +330,22 @@ def snap(value: float, constants: Sequence[float]) -> float | None:
 
 def fit(bench: Bench) -> Fit | Refusal:
     """The member of the family that the region computes under its layout, or a sentence that says what differs."""
+    found = _fit(bench, bench.plans())
+    if isinstance(found, Refusal):
+        return found
+    again = _fit(bench, bench.plans(_OTHER))
+    if found != again:
+        return Refusal(
+            "its scale, or what it computes, changes with the numbers of queries, keys or heads or with the depth.",
+            bench.scores,
+        )
+    return found
+
+
+def _fit(bench: Bench, plans: Iterable[Dims]) -> Fit | Refusal:
     where = bench.scores
     error = "no sizes were found at which the block can run on its own."
-    for dims in bench.plans():
+    for dims in plans:
         tensors = bench.tensors(dims, 77, torch.float64)
         bare = _open_masks(bench, tensors)
         try:

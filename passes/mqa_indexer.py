@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from ascend_deep.native import logits_rows
+from ascend_deep.passes import mqa_sizes
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -61,6 +62,9 @@ class MqaIndexer:
         floats = "scores" in returns
         if floats and any(op_name(n) == "aten.detach" for n in region.nodes):
             return Refusal("part of the scores is detached; the op would pass a gradient back.", bench.scores)
+        beyond = mqa_sizes.unseen(bench)
+        if beyond is not None:
+            return beyond
         found = fit(bench)
         if isinstance(found, Refusal):
             return found

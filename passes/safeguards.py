@@ -8,7 +8,7 @@ region instead, and refuse what the solution does not account for.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,27 @@ from torch import fx
 from ascend_deep.passes._types import Refusal, Solution
 from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Region
+from ascend_deep.passes.sizes import Dims
 
-__all__ = ["cut_gradients", "position_dependence", "unexplained_thresholds"]
+__all__ = ["beyond_probes", "cut_gradients", "is_whole", "position_dependence", "unexplained_thresholds"]
 
 _THRESHOLDS = frozenset(
     f"aten.{name}"
     for name in (
         "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6", "hardswish", "hardsigmoid", "threshold", "minimum",
         "maximum", "fmin", "fmax", "nan_to_num", "gt", "ge", "lt", "le", "round", "floor", "ceil", "trunc", "sign",
-        "fmod", "remainder", "heaviside", "softshrink", "hardshrink",
+        "fmod", "remainder", "heaviside", "softshrink", "hardshrink", "isnan", "isinf", "isfinite", "isposinf",
+        "isneginf", "nansum", "nanmean",
     )
 )  # fmt: skip
-_ALWAYS = frozenset(f"aten.{name}" for name in ("relu6", "hardswish", "hardsigmoid", "softshrink", "hardshrink"))
+# Those that change or look for NaNs and infinities are seen by no probe: its inputs have none.
+_ALWAYS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "relu6", "hardswish", "hardsigmoid", "softshrink", "hardshrink", "nan_to_num", "isnan", "isinf", "isfinite",
+        "isposinf", "isneginf", "nansum", "nanmean",
+    )
+)  # fmt: skip
 _ROUNDING = frozenset(f"aten.{name}" for name in ("round", "floor", "ceil", "trunc", "sign", "fmod", "remainder"))
 
 # Ops that treat rows differently by position when they work along the tokens: position of the dim argument, default.
@@ -41,6 +50,13 @@ _ALONG: Mapping[str, tuple[int, Any]] = {
     "aten.split": (2, 0), "aten.split_with_sizes": (2, 0), "aten.diff": (2, -1),
 }  # fmt: skip
 _POSITIONS = frozenset({"aten.arange", "aten.linspace", "aten.tril", "aten.triu", "aten.constant_pad_nd"})
+
+
+# Ops that take or replace a part along one dim: positions of the dim argument and of the numbers.
+_CUTS: Mapping[str, tuple[int, slice]] = {
+    "aten.slice": (1, slice(2, 4)), "aten.narrow": (1, slice(2, 4)), "aten.select": (1, slice(2, 3)),
+    "aten.slice_scatter": (2, slice(3, 5)), "aten.select_scatter": (2, slice(3, 4)),
+}  # fmt: skip
 
 
 def unexplained_thresholds(
@@ -104,7 +120,7 @@ def position_dependence(region: Region, rows: torch.Tensor) -> Refusal | None:
         place, default = _ALONG[name]
         source = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
         held = source.meta.get("val") if isinstance(source, fx.Node) else None
-        if not isinstance(held, torch.Tensor) or held.dim() == 0 or _is_whole(node, name, held):
+        if not isinstance(held, torch.Tensor) or held.dim() == 0 or is_whole(node, name, held):
             continue
         dims: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
         every = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -117,9 +133,39 @@ def position_dependence(region: Region, rows: torch.Tensor) -> Refusal | None:
     return None
 
 
+def beyond_probes(region: Region, plans: Sequence[Dims]) -> Refusal | None:
+    """Refuse a block that takes or moves a part of a tensor, by a number that lies outside the tensor at all ``plans``.
+
+    Such a part is the whole tensor, or none of it, wherever the block is run, and something else in the model.
+
+    Args:
+        plans: sizes of the probes.
+    """
+    for node in region.nodes:
+        name = op_name(node)
+        source = node.args[0] if node.args else None
+        held = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(held, torch.Tensor) or held.dim() == 0:
+            continue
+        assert isinstance(source, fx.Node)
+        for dim, numbers in _numbers_along(node, name, held.dim()):
+            real = held.shape[dim]
+            for number in numbers:
+                reach = abs(number)
+                if reach < 2 or reach >= 1 << 62 or (name in _CUTS and isinstance(real, int) and reach >= real):
+                    continue
+                if all(dims.literals.get(reach, reach) >= dims.size(real) for dims in plans):
+                    return Refusal(
+                        f"{name.removeprefix('aten.')} has the number {number}, which is more than the sizes that the "
+                        "block was run at.",
+                        node,
+                    )
+    return None
+
+
 # -- details --------------------------------------------------------------------------------------------------------
-def _is_whole(node: fx.Node, name: str, held: torch.Tensor) -> bool:
-    """True for a slice that takes everything."""
+def is_whole(node: fx.Node, name: str, held: torch.Tensor) -> bool:
+    """True for a slice of ``held`` that takes everything."""
     if name != "aten.slice":
         return False
     start = node.args[2] if len(node.args) > 2 else 0
@@ -143,3 +189,20 @@ def _literals(a: Any) -> Iterator[float]:
             yield from _literals([x for x in a.args if not isinstance(x, (list, tuple, fx.Node))])
     elif isinstance(a, (int, float)) and not isinstance(a, bool):
         yield float(a)
+
+
+def _numbers_along(node: fx.Node, name: str, rank: int) -> Iterator[tuple[int, list[int]]]:
+    """Dims of the first operand and the numbers by which a part of them is taken or moved."""
+    if name in _CUTS:
+        place, numbers = _CUTS[name]
+        dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+        given = [*node.args[numbers], *(node.kwargs.get(k) for k in ("start", "end", "length", "index"))]
+        yield int(dim) % rank, [n for n in given if isinstance(n, int)]  # type: ignore[arg-type]
+    elif name == "aten.roll":
+        shifts, dims = (list(a) if isinstance(a, (list, tuple)) else [a] for a in (*node.args[1:], [])[:2])
+        for dim, shift in zip(dims or range(rank), shifts if dims else shifts * rank, strict=False):
+            yield int(dim) % rank, [shift] if isinstance(shift, int) else []  # type: ignore[arg-type]
+    elif name in ("aten.tril", "aten.triu"):
+        diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+        for dim in range(max(0, rank - 2), rank):
+            yield dim, [abs(diagonal) + 1] if isinstance(diagonal, int) and diagonal else []
