@@ -239,7 +239,7 @@ def test_routers_are_left_whatever_their_names_are(swapped: nn.Module) -> None:
 
 def test_a_folder_that_is_not_there(swapped: nn.Module, tmp_path: Any) -> None:
     prepared = ascend_deep.Prepared(swapped, (), ())
-    with pytest.raises(FileNotFoundError, XX):
+    with pytest.raises(FileNotFoundError, match=r"^save: path is .*and there is no folder .*none\.$"):
         prepared.save(tmp_path / "none" / "m.safetensors")
     with pytest.raises(IsADirectoryError, match=r"^save: path is .*which is a folder"):
         prepared.save(tmp_path)
