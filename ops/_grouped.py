@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import MGroupedBf16, MGroupedScaled
 from ascend_deep.ops import _check
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "check_m_grouped",
     "debug_ends",
     "debug_labels",
+    "debug_m_grouped",
     "debug_masked",
     "ends_of_sizes",
     "rows_of_groups",
@@ -102,6 +104,14 @@ def valid_rows(masked_m: Tensor, rows: Any) -> Tensor:
 
 
 # -- debug mode: promises that depend on values -----------------------------------------------------------------------
+def debug_m_grouped(op: str, x: MGroupedBf16 | MGroupedScaled) -> None:
+    """Raises RuntimeError if the layout of an m-grouped product breaks its promise."""
+    if x.grouping == "psum":
+        debug_ends(op, x.grouped_layout, x.a.shape[0])
+    else:
+        debug_labels(op, x.grouped_layout, x.b.shape[0], x.alignment)
+
+
 def debug_ends(op: str, ends: Tensor, rows: int, name: str = "grouped_layout") -> None:
     """Raises RuntimeError if a psum layout decreases or leaves the buffer."""
     before = 0

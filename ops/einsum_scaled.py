@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import EinsumScaled, EinsumScaledFp8Out, takes
 from ascend_deep.ops import _check, _gemm, _sf
 from ascend_deep.ops._gemm_samples import EQUATIONS
 from ascend_deep.ops._gemm_scaled_samples import einsum_scaled_samples
@@ -81,75 +82,53 @@ def _shape(a: Tensor, b: Tensor, eq: str) -> tuple[Any, ...]:
     return tuple(found[letter] for letter in result)
 
 
-def check_einsum(
-    op: str, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, eq: str, recipe_a: Sequence[Any], recipe_b: Sequence[Any]
-) -> None:
+def check_einsum(op: str, call: EinsumScaled | EinsumScaledFp8Out) -> None:
     """Dtypes, ranks and sizes of operands and scales; ``eq`` is known."""
-    left, right = eq.split("->")[0].split(",")
+    a, b = call.a, call.b
+    left, right = call.eq.split("->")[0].split(",")
     for name, x, letters in (("a", a, left), ("b", b, right)):
         _check.dtypes(op, name, x, (_sf.FP8,))
         _check.rank(op, name, x, f"[{', '.join(letters)}]", 3)
     for letter, found in zip(right, b.shape, strict=True):
         if letter in left:
             _check.size(op, f"{letter} of b", found, a.shape[left.index(letter)], f"{letter} of a")
-    operands = (("sfa", sfa, a, recipe_a, "recipe_a"), ("sfb", sfb, b, recipe_b, "recipe_b"))
-    for order, (name, sf, x, recipe, recipe_name) in zip(_order(eq), operands, strict=True):
+    operands = (("sfa", call.sfa, a, call.recipe_a, "recipe_a"), ("sfb", call.sfb, b, call.recipe_b, "recipe_b"))
+    for order, (name, sf, x, recipe, recipe_name) in zip(_order(call.eq), operands, strict=True):
         _check.dtypes(op, name, sf, _sf.SF_DTYPES)
         _check.rank(op, name, sf, "a scale for every block of its operand, or packed [batch, MN, words]", 3)
         batch, mn, k = (x.shape[dim] for dim in order)
         matrices = sf if sf.dtype in _sf.WORDS else sf.permute(order)
         _sf.check_sf(op, name, matrices, (batch,), mn, k, recipe, recipe_name)
-    _check.same_device(op, "a", a, sfa=sfa, b=b, sfb=sfb)
+    _check.same_device(op, "a", a, sfa=call.sfa, b=b, sfb=call.sfb)
 
 
-def einsum_product(
-    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, eq: str, recipe_a: Sequence[int], recipe_b: Sequence[int]
-) -> Tensor:
+def einsum_product(call: EinsumScaled | EinsumScaledFp8Out) -> Tensor:
     """The product in f32, not rounded."""
     numbers = []
-    for order, x, sf, gran in zip(_order(eq), (a, b), (sfa, sfb), (recipe_a, recipe_b), strict=True):
+    operands = ((call.a, call.sfa, call.recipe_a), (call.b, call.sfb, call.recipe_b))
+    for order, (x, sf, gran) in zip(_order(call.eq), operands, strict=True):
         scales = sf if sf.dtype in _sf.WORDS else sf.permute(order)
         numbers.append(_sf.dequantise(x.permute(order), scales, gran))
-    batch, m, n, k = _LETTERS[eq]
-    return torch.einsum(f"{batch}{m}{k},{batch}{n}{k}->{eq.split('->')[1]}", *numbers)
+    batch, m, n, k = _LETTERS[call.eq]
+    return torch.einsum(f"{batch}{m}{k},{batch}{n}{k}->{call.eq.split('->')[1]}", *numbers)
 
 
-def _check_args(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    eq: str,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    out_dtype: torch.dtype | None,
-) -> None:
+@takes(EinsumScaled)
+def _check_args(x: EinsumScaled) -> None:
     op = "einsum_scaled"
-    _check.choice(op, "eq", eq, _LETTERS)
-    check_einsum(op, a, sfa, b, sfb, eq, recipe_a, recipe_b)
-    _gemm.check_accumulator(op, a, c, _shape(a, b, eq), out_dtype)
+    _check.choice(op, "eq", x.eq, _LETTERS)
+    check_einsum(op, x)
+    _gemm.check_accumulator(op, x.a, x.c, _shape(x.a, x.b, x.eq), x.out_dtype)
 
 
-def _reference(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    eq: str,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    product = einsum_product(a, sfa, b, sfb, eq, recipe_a, recipe_b)
-    return _sf.owned(_gemm.finish(product, c, None, _gemm.result_dtype(c, out_dtype)))
+@takes(EinsumScaled)
+def _reference(x: EinsumScaled) -> Tensor:
+    return _sf.owned(_gemm.finish(einsum_product(x), x.c, None, _gemm.result_dtype(x.c, x.out_dtype)))
 
 
-def _fake(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, c: Tensor | None, **attributes: Any) -> Tensor:
-    return a.new_empty(_shape(a, b, attributes["eq"]), dtype=_gemm.result_dtype(c, attributes["out_dtype"]))
+@takes(EinsumScaled)
+def _fake(x: EinsumScaled) -> Tensor:
+    return x.a.new_empty(_shape(x.a, x.b, x.eq), dtype=_gemm.result_dtype(x.c, x.out_dtype))
 
 
 EINSUM_SCALED = OpDef(

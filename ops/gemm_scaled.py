@@ -11,11 +11,12 @@ dimension of the tensor. Contract: A.1, A.4, B.2 and F of the DeepGEMM operator 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import GemmScaled, GemmScaledAcc, GemmScaledFp8Out, GemmScaledOut, takes
 from ascend_deep.ops import _check, _gemm, _sf
 from ascend_deep.ops._gemm_scaled_samples import gemm_scaled_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -24,12 +25,16 @@ __all__ = [
     "GEMM_SCALED",
     "NO_BACKWARD",
     "SCALED_TOLERANCE",
+    "Scaled",
     "check_operands",
     "decoded",
     "gemm_scaled",
     "product",
     "sizes",
 ]
+
+Scaled: TypeAlias = "GemmScaled | GemmScaledOut | GemmScaledAcc | GemmScaledFp8Out"
+"""A call of one of the ops that multiply two quantised matrices."""
 
 
 def gemm_scaled(
@@ -88,27 +93,19 @@ def sizes(a: Tensor, b: Tensor, layout: str) -> tuple[Any, Any, Any, Any]:
     return m, k, n, k_b
 
 
-def check_operands(
-    op: str,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    recipe_a: Sequence[Any],
-    recipe_b: Sequence[Any],
-    layout: str,
-) -> tuple[Any, Any]:
+def check_operands(op: str, x: Scaled) -> tuple[Any, Any]:
     """Dtypes, ranks, sizes and scales of two matrices; returns M and N."""
+    a, b, layout = x.a, x.b, x.layout
     _check.choice(op, "layout", layout, _gemm.LAYOUTS)
-    for name, x in (("a", a), ("b", b)):
-        _check.dtypes(op, name, x, _sf.QUANTISED)
+    for name, operand in (("a", a), ("b", b)):
+        _check.dtypes(op, name, operand, _sf.QUANTISED)
     _check.rank(op, "a", a, "[K, M]" if layout[0] == "t" else "[M, K]", 2)
     _check.rank(op, "b", b, "[N, K]" if layout[1] == "t" else "[K, N]", 2)
     m, k, n, k_b = sizes(a, b, layout)
     _check.size(op, f"K of b in layout {layout!r}", k_b, k, "K of a")
-    _sf.check_sf(op, "sfa", sfa, (), m, k, recipe_a, "recipe_a")
-    _sf.check_sf(op, "sfb", sfb, (), n, k, recipe_b, "recipe_b")
-    _check.same_device(op, "a", a, sfa=sfa, b=b, sfb=sfb)
+    _sf.check_sf(op, "sfa", x.sfa, (), m, k, x.recipe_a, "recipe_a")
+    _sf.check_sf(op, "sfb", x.sfb, (), n, k, x.recipe_b, "recipe_b")
+    _check.same_device(op, "a", a, sfa=x.sfa, b=b, sfb=x.sfb)
     return m, n
 
 
@@ -120,62 +117,27 @@ def decoded(x: Tensor, sf: Tensor, gran: Sequence[int], transposed: bool) -> Ten
     return numbers * _sf.expand(sf, numbers.shape[-2], numbers.shape[-1], gran)
 
 
-def product(
-    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, recipe_a: Sequence[int], recipe_b: Sequence[int], layout: str
-) -> Tensor:
+def product(x: Scaled) -> Tensor:
     """A B^T of two matrices in f32, not rounded."""
-    left = decoded(a, sfa, recipe_a, layout[0] == "t")
-    return left @ decoded(b, sfb, recipe_b, layout[1] == "n").t()
+    left = decoded(x.a, x.sfa, x.recipe_a, x.layout[0] == "t")
+    return left @ decoded(x.b, x.sfb, x.recipe_b, x.layout[1] == "n").t()
 
 
-def _check_args(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> None:
-    shape = check_operands("gemm_scaled", a, sfa, b, sfb, recipe_a, recipe_b, layout)
-    _gemm.check_accumulator("gemm_scaled", a, c, shape, out_dtype)
+@takes(GemmScaled)
+def _check_args(x: GemmScaled) -> None:
+    shape = check_operands("gemm_scaled", x)
+    _gemm.check_accumulator("gemm_scaled", x.a, x.c, shape, x.out_dtype)
 
 
-def _reference(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> Tensor:
-    return _gemm.finish(product(a, sfa, b, sfb, recipe_a, recipe_b, layout), c, alpha, _gemm.result_dtype(c, out_dtype))
+@takes(GemmScaled)
+def _reference(x: GemmScaled) -> Tensor:
+    return _gemm.finish(product(x), x.c, x.alpha, _gemm.result_dtype(x.c, x.out_dtype))
 
 
-def _fake(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    out_dtype: torch.dtype | None,
-    alpha: float | None,
-) -> Tensor:
-    m, _, n, _ = sizes(a, b, layout)
-    return a.new_empty((m, n), dtype=_gemm.result_dtype(c, out_dtype))
+@takes(GemmScaled)
+def _fake(x: GemmScaled) -> Tensor:
+    m, _, n, _ = sizes(x.a, x.b, x.layout)
+    return x.a.new_empty((m, n), dtype=_gemm.result_dtype(x.c, x.out_dtype))
 
 
 NO_BACKWARD = "its operands are quantised; train with fp8_linear."

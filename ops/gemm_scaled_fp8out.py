@@ -8,11 +8,11 @@ rule of ``ops/_quant.py``; they are not rounded in between. This is the epilogue
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import EinsumScaledFp8Out, GemmScaledFp8Out, takes
 from ascend_deep.ops import _check, _quant, _sf
 from ascend_deep.ops._gemm_scaled_samples import einsum_fp8out_samples, gemm_fp8out_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -104,10 +104,10 @@ def einsum_scaled_fp8out(
     )
 
 
-def _check_result(op: str, clamp: float | None, sf_format: str) -> None:
-    _sf.check_format(op, sf_format, GRAN)
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"{op}: clamp is {clamp}; it must be positive, or None for no bound.")
+def _check_result(op: str, x: GemmScaledFp8Out | EinsumScaledFp8Out) -> None:
+    _sf.check_format(op, x.sf_format, GRAN)
+    if x.clamp is not None and not x.clamp > 0:
+        raise ValueError(f"{op}: clamp is {x.clamp}; it must be positive, or None for no bound.")
 
 
 def _quantised(product: Tensor, clamp: float | None, sf_format: str) -> tuple[Tensor, Tensor]:
@@ -117,87 +117,49 @@ def _quantised(product: Tensor, clamp: float | None, sf_format: str) -> tuple[Te
     return data, _quant.write_scales(scale, sf_format)
 
 
-def _check_gemm(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    clamp: float | None,
-    sf_format: str,
-) -> None:
-    check_operands("gemm_scaled_fp8out", a, sfa, b, sfb, recipe_a, recipe_b, layout)
-    _check_result("gemm_scaled_fp8out", clamp, sf_format)
+@takes(GemmScaledFp8Out)
+def _check_gemm(x: GemmScaledFp8Out) -> None:
+    check_operands("gemm_scaled_fp8out", x)
+    _check_result("gemm_scaled_fp8out", x)
 
 
-def _reference_gemm(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    clamp: float | None,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    return _quantised(product(a, sfa, b, sfb, recipe_a, recipe_b, layout), clamp, sf_format)
+@takes(GemmScaledFp8Out)
+def _reference_gemm(x: GemmScaledFp8Out) -> tuple[Tensor, Tensor]:
+    return _quantised(product(x), x.clamp, x.sf_format)
 
 
-def _fake_gemm(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, **attributes: Any) -> tuple[Tensor, Tensor]:
-    m, _, n, _ = sizes(a, b, attributes["layout"])
-    return a.new_empty((m, n), dtype=_sf.FP8), _quant.empty_scales(a, (), m, n, GRAN, attributes["sf_format"])
+@takes(GemmScaledFp8Out)
+def _fake_gemm(x: GemmScaledFp8Out) -> tuple[Tensor, Tensor]:
+    m, _, n, _ = sizes(x.a, x.b, x.layout)
+    return x.a.new_empty((m, n), dtype=_sf.FP8), _quant.empty_scales(x.a, (), m, n, GRAN, x.sf_format)
 
 
-def _check_einsum_fp8out(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    eq: str,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    clamp: float | None,
-    sf_format: str,
-) -> None:
+@takes(EinsumScaledFp8Out)
+def _check_einsum(x: EinsumScaledFp8Out) -> None:
     op = "einsum_scaled_fp8out"
-    _check.choice(op, "eq", eq, (PROJECT,))
-    check_einsum(op, a, sfa, b, sfb, eq, recipe_a, recipe_b)
-    depth = b.shape[1]
+    _check.choice(op, "eq", x.eq, (PROJECT,))
+    check_einsum(op, x)
+    depth = x.b.shape[1]
     torch._check_value(
         depth % GRAN[1] == 0,
         lambda: f"{op}: d of b is {depth}; it must be a multiple of {GRAN[1]}, one group of scales.",
     )
-    _check_result(op, clamp, sf_format)
+    _check_result(op, x)
 
 
-def _reference_einsum(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    eq: str,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    clamp: float | None,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    d = einsum_product(a, sfa, b, sfb, eq, recipe_a, recipe_b)
-    data, scales = _quantised(d.reshape(d.shape[0], d.shape[1] * d.shape[2]), clamp, sf_format)
+@takes(EinsumScaledFp8Out)
+def _reference_einsum(x: EinsumScaledFp8Out) -> tuple[Tensor, Tensor]:
+    d = einsum_product(x)
+    data, scales = _quantised(d.reshape(d.shape[0], d.shape[1] * d.shape[2]), x.clamp, x.sf_format)
     return _sf.owned(data.reshape(d.shape)), scales
 
 
-def _fake_einsum(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, **attributes: Any) -> tuple[Tensor, Tensor]:
-    rows, heads, depth = a.shape[0], a.shape[1], b.shape[1]
+@takes(EinsumScaledFp8Out)
+def _fake_einsum(x: EinsumScaledFp8Out) -> tuple[Tensor, Tensor]:
+    rows, heads, depth = x.a.shape[0], x.a.shape[1], x.b.shape[1]
     return (
-        a.new_empty((rows, heads, depth), dtype=_sf.FP8),
-        _quant.empty_scales(a, (), rows, heads * depth, GRAN, attributes["sf_format"]),
+        x.a.new_empty((rows, heads, depth), dtype=_sf.FP8),
+        _quant.empty_scales(x.a, (), rows, heads * depth, GRAN, x.sf_format),
     )
 
 
@@ -225,7 +187,7 @@ EINSUM_SCALED_FP8OUT = OpDef(
         "(Tensor a, Tensor sfa, Tensor b, Tensor sfb, *, str eq, SymInt[2] recipe_a, SymInt[2] recipe_b, "
         "float? clamp, str sf_format) -> (Tensor, Tensor)"
     ),
-    check=_check_einsum_fp8out,
+    check=_check_einsum,
     reference=_reference_einsum,
     fake=_fake_einsum,
     no_backward=NO_BACKWARD,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import GemmScaledAcc, GemmScaledOut, takes
 from ascend_deep.ops import _gemm
 from ascend_deep.ops._gemm_scaled_samples import gemm_scaled_acc_samples, gemm_scaled_out_samples
 from ascend_deep.ops._op import OpDef, Tolerance
@@ -75,69 +76,29 @@ def gemm_scaled_acc_(
     )
 
 
-def _check_out(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    alpha: float | None,
-) -> None:
+@takes(GemmScaledOut)
+def _check_out(x: GemmScaledOut) -> None:
     op = "gemm_scaled_out"
-    shape = check_operands(op, a, sfa, b, sfb, recipe_a, recipe_b, layout)
-    _gemm.check_accumulator(op, a, d, shape, None, "d")
-    _gemm.check_accumulator(op, a, c, shape, d.dtype)
+    shape = check_operands(op, x)
+    _gemm.check_accumulator(op, x.a, x.d, shape, None, "d")
+    _gemm.check_accumulator(op, x.a, x.c, shape, x.d.dtype)
 
 
-def _reference_out(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    c: Tensor | None,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    alpha: float | None,
-) -> None:
-    d.copy_(_gemm.finish(product(a, sfa, b, sfb, recipe_a, recipe_b, layout), c, alpha, d.dtype))
+@takes(GemmScaledOut)
+def _reference_out(x: GemmScaledOut) -> None:
+    x.d.copy_(_gemm.finish(product(x), x.c, x.alpha, x.d.dtype))
 
 
-def _check_acc(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-) -> None:
+@takes(GemmScaledAcc)
+def _check_acc(x: GemmScaledAcc) -> None:
     op = "gemm_scaled_acc_"
-    shape = check_operands(op, a, sfa, b, sfb, recipe_a, recipe_b, layout)
-    _gemm.check_accumulator(op, a, d, shape, None, "d")
+    shape = check_operands(op, x)
+    _gemm.check_accumulator(op, x.a, x.d, shape, None, "d")
 
 
-def _reference_acc(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-) -> None:
-    _reference_out(d, a, sfa, b, sfb, d, recipe_a=recipe_a, recipe_b=recipe_b, layout=layout, alpha=None)
+@takes(GemmScaledAcc)
+def _reference_acc(x: GemmScaledAcc) -> None:
+    x.d.copy_(_gemm.finish(product(x), x.d, None, x.d.dtype))
 
 
 def _fake(*args: Tensor | None, **attributes: object) -> None:

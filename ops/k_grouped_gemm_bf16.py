@@ -13,16 +13,30 @@ float32 gradient is not rounded (``_gemm.parts``). The reference body reads the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import KGroupedBf16, KGroupedBf16Acc, KGroupedScaled, KGroupedScaledAcc, takes
 from ascend_deep.ops import _check, _gemm, _grouped
 from ascend_deep.ops._grouped_samples import k_grouped_acc_samples, k_grouped_samples
 from ascend_deep.ops._op import OpDef, call
 
-__all__ = ["K_GROUPED_GEMM_BF16", "K_GROUPED_GEMM_BF16_ACC", "k_grouped_gemm_bf16", "k_grouped_gemm_bf16_acc_"]
+__all__ = [
+    "K_GROUPED_GEMM_BF16",
+    "K_GROUPED_GEMM_BF16_ACC",
+    "check_layout",
+    "debug_layout",
+    "ends_of",
+    "k_grouped_gemm_bf16",
+    "k_grouped_gemm_bf16_acc_",
+]
+
+_OP = "k_grouped_gemm_bf16"
+_ACC = "k_grouped_gemm_bf16_acc_"
+KGrouped: TypeAlias = "KGroupedBf16 | KGroupedBf16Acc | KGroupedScaled | KGroupedScaledAcc"
+"""A call of one of the k-grouped products."""
 
 
 def k_grouped_gemm_bf16(
@@ -55,7 +69,7 @@ def k_grouped_gemm_bf16(
         RuntimeError: with ASCEND_DEEP_DEBUG=1, a layout that breaks its promise, or a wrong ``ks``.
     """
     return call(
-        "k_grouped_gemm_bf16",
+        _OP,
         a,
         b,
         grouped_layout,
@@ -92,152 +106,95 @@ def k_grouped_gemm_bf16_acc_(
     )
 
 
-def check_layout(
-    op: str, a: Tensor, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: Any
-) -> None:
+def check_layout(op: str, x: KGrouped) -> None:
     """The index tensor, the alignment and the hint of a k-grouped product."""
-    _check.choice(op, "grouping", grouping, _grouped.K_GROUPINGS)
-    _check.dtypes(op, "grouped_layout", grouped_layout, (torch.int32, torch.int64))
-    _check.rank(op, "grouped_layout", grouped_layout, "[G]", 1)
-    _grouped.check_alignment(op, alignment)
-    if ks is not None:
-        _check.size(op, "the length of ks", len(ks), grouped_layout.shape[0], "the number of groups")
-    _check.same_device(op, "a", a, grouped_layout=grouped_layout)
+    _check.choice(op, "grouping", x.grouping, _grouped.K_GROUPINGS)
+    _check.dtypes(op, "grouped_layout", x.grouped_layout, (torch.int32, torch.int64))
+    _check.rank(op, "grouped_layout", x.grouped_layout, "[G]", 1)
+    _grouped.check_alignment(op, x.alignment)
+    if x.ks is not None:
+        _check.size(op, "the length of ks", len(x.ks), x.grouped_layout.shape[0], "the number of groups")
+    _check.same_device(op, "a", x.a, grouped_layout=x.grouped_layout)
 
 
-def debug_layout(
-    op: str, rows: int, grouped_layout: Tensor, ks: list[int] | None, grouping: str, alignment: int
-) -> None:
+def debug_layout(op: str, x: KGrouped) -> None:
     """Raises RuntimeError if ends decrease or leave the buffer, a size is negative, or ``ks`` says something else."""
-    ends = grouped_layout
-    if grouping == "sizes":
-        if bool(((grouped_layout < 0) | (grouped_layout % alignment != 0)).any()):
-            raise RuntimeError(
-                f"{op}: grouped_layout is {grouped_layout.tolist()}; sizes must be multiples of the alignment, "
-                f"{alignment}, and not negative."
-            )
-        ends = _grouped.ends_of_sizes(grouped_layout, alignment)
-    _grouped.debug_ends(op, ends, rows, "ends(grouped_layout)" if grouping == "sizes" else "grouped_layout")
-    if ks is not None:
-        found = [end - start for start, end in _grouped.bounds(ends, rows, alignment)]
-        if list(ks) != found:
-            raise RuntimeError(f"{op}: ks is {list(ks)}, but by grouped_layout the groups have {found} rows.")
+    sizes, rows = x.grouping == "sizes", x.a.shape[0]
+    if sizes and bool(((x.grouped_layout < 0) | (x.grouped_layout % x.alignment != 0)).any()):
+        raise RuntimeError(
+            f"{op}: grouped_layout is {x.grouped_layout.tolist()}; sizes must be multiples of the alignment, "
+            f"{x.alignment}, and not negative."
+        )
+    ends = ends_of(x)
+    _grouped.debug_ends(op, ends, rows, "ends(grouped_layout)" if sizes else "grouped_layout")
+    if x.ks is not None:
+        found = [end - start for start, end in _grouped.bounds(ends, rows, x.alignment)]
+        if list(x.ks) != found:
+            raise RuntimeError(f"{op}: ks is {list(x.ks)}, but by grouped_layout the groups have {found} rows.")
 
 
-def _check_operands(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: Any,
-) -> tuple[Any, ...]:
-    _gemm.check_operand(op, "a", a, "[R, M]", 2)
-    _gemm.check_operand(op, "b", b, "[R, N]", 2)
-    _check.size(op, "the number of rows of b", b.shape[0], a.shape[0], "that of a")
-    _check.same_device(op, "a", a, b=b)
-    check_layout(op, a, grouped_layout, ks, grouping, alignment)
-    return grouped_layout.shape[0], a.shape[1], b.shape[1]
+def ends_of(x: KGrouped) -> Tensor:
+    """The grouped layout as ``psum``."""
+    return x.grouped_layout if x.grouping == "psum" else _grouped.ends_of_sizes(x.grouped_layout, x.alignment)
 
 
-def _check_args(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> None:
-    shape = _check_operands("k_grouped_gemm_bf16", a, b, grouped_layout, ks, grouping, alignment)
-    _gemm.check_accumulator("k_grouped_gemm_bf16", a, c, shape, out_dtype)
+def _check_operands(op: str, x: KGroupedBf16 | KGroupedBf16Acc) -> tuple[Any, ...]:
+    _gemm.check_operand(op, "a", x.a, "[R, M]", 2)
+    _gemm.check_operand(op, "b", x.b, "[R, N]", 2)
+    _check.size(op, "the number of rows of b", x.b.shape[0], x.a.shape[0], "that of a")
+    _check.same_device(op, "a", x.a, b=x.b)
+    check_layout(op, x)
+    return x.grouped_layout.shape[0], x.a.shape[1], x.b.shape[1]
 
 
-def _check_acc(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-) -> None:
-    shape = _check_operands("k_grouped_gemm_bf16_acc_", a, b, grouped_layout, ks, grouping, alignment)
-    _gemm.check_accumulator("k_grouped_gemm_bf16_acc_", a, d, shape, None, "d")
+@takes(KGroupedBf16)
+def _check_args(x: KGroupedBf16) -> None:
+    _gemm.check_accumulator(_OP, x.a, x.c, _check_operands(_OP, x), x.out_dtype)
 
 
-def _reference(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    ends = grouped_layout if grouping == "psum" else _grouped.ends_of_sizes(grouped_layout, alignment)
-    out = a.new_zeros((ends.shape[0], a.shape[1], b.shape[1]), dtype=torch.float32)
-    for g, (start, end) in enumerate(_grouped.bounds(ends, a.shape[0], alignment)):
-        left, right = _gemm.widened(a[start:end], b[start:end], "tn")
+@takes(KGroupedBf16Acc)
+def _check_acc(x: KGroupedBf16Acc) -> None:
+    _gemm.check_accumulator(_ACC, x.a, x.d, _check_operands(_ACC, x), None, "d")
+
+
+def _products(x: KGroupedBf16 | KGroupedBf16Acc) -> Tensor:
+    """[G, M, N] in f32, not rounded."""
+    ends = ends_of(x)
+    out = x.a.new_zeros((ends.shape[0], x.a.shape[1], x.b.shape[1]), dtype=torch.float32)
+    for g, (start, end) in enumerate(_grouped.bounds(ends, x.a.shape[0], x.alignment)):
+        left, right = _gemm.widened(x.a[start:end], x.b[start:end], "tn")
         out[g] = left @ right
-    return _gemm.finish(out, c, None, _gemm.result_dtype(c, out_dtype))
+    return out
 
 
-def _reference_acc(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-) -> None:
-    d.copy_(_reference(a, b, grouped_layout, d, ks=ks, grouping=grouping, alignment=alignment, out_dtype=d.dtype))
+@takes(KGroupedBf16)
+def _reference(x: KGroupedBf16) -> Tensor:
+    return _gemm.finish(_products(x), x.c, None, _gemm.result_dtype(x.c, x.out_dtype))
 
 
-def _fake(
-    a: Tensor, b: Tensor, grouped_layout: Tensor, c: Tensor | None, *, out_dtype: torch.dtype | None, **_: Any
-) -> Tensor:
-    shape = (grouped_layout.shape[0], a.shape[1], b.shape[1])
-    return a.new_empty(shape, dtype=_gemm.result_dtype(c, out_dtype))
+@takes(KGroupedBf16Acc)
+def _reference_acc(x: KGroupedBf16Acc) -> None:
+    x.d.copy_(_gemm.finish(_products(x), x.d, None, x.d.dtype))
+
+
+@takes(KGroupedBf16)
+def _fake(x: KGroupedBf16) -> Tensor:
+    shape = (x.grouped_layout.shape[0], x.a.shape[1], x.b.shape[1])
+    return x.a.new_empty(shape, dtype=_gemm.result_dtype(x.c, x.out_dtype))
 
 
 def _fake_acc(*_: Any, **__: Any) -> None:
     return None
 
 
-def _debug(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    **_: Any,
-) -> None:
-    debug_layout("k_grouped_gemm_bf16", a.shape[0], grouped_layout, ks, grouping, alignment)
+@takes(KGroupedBf16)
+def _debug(x: KGroupedBf16) -> None:
+    debug_layout(_OP, x)
 
 
-def _debug_acc(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-) -> None:
-    debug_layout("k_grouped_gemm_bf16_acc_", a.shape[0], grouped_layout, ks, grouping, alignment)
+@takes(KGroupedBf16Acc)
+def _debug_acc(x: KGroupedBf16Acc) -> None:
+    debug_layout(_ACC, x)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
@@ -273,7 +230,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 K_GROUPED_GEMM_BF16 = OpDef(
-    name="k_grouped_gemm_bf16",
+    name=_OP,
     schema=(
         "(Tensor a, Tensor b, Tensor grouped_layout, Tensor? c, *, SymInt[]? ks, str grouping, SymInt alignment, "
         "ScalarType? out_dtype) -> Tensor"
@@ -291,7 +248,7 @@ K_GROUPED_GEMM_BF16 = OpDef(
 )
 
 K_GROUPED_GEMM_BF16_ACC = OpDef(
-    name="k_grouped_gemm_bf16_acc_",
+    name=_ACC,
     schema=(
         "(Tensor(a!) d, Tensor a, Tensor b, Tensor grouped_layout, *, SymInt[]? ks, str grouping, SymInt alignment) "
         "-> ()"

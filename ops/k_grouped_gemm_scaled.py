@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import KGroupedScaled, KGroupedScaledAcc, takes
 from ascend_deep.ops import _check, _gemm, _grouped, _sf
 from ascend_deep.ops._grouped_scaled_samples import k_grouped_scaled_acc_samples, k_grouped_scaled_samples
 from ascend_deep.ops._op import OpDef, call
 from ascend_deep.ops.gemm_scaled import NO_BACKWARD, SCALED_TOLERANCE, decoded
-from ascend_deep.ops.k_grouped_gemm_bf16 import check_layout, debug_layout
+from ascend_deep.ops.k_grouped_gemm_bf16 import check_layout, debug_layout, ends_of
 
 __all__ = [
     "K_GROUPED_GEMM_SCALED",
@@ -113,156 +114,71 @@ def k_grouped_gemm_scaled_acc_(
     )
 
 
-def _check_operands(
-    op: str,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    gran_k: Any,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: Any,
-) -> tuple[Any, ...]:
+def _check_operands(op: str, x: KGroupedScaled | KGroupedScaledAcc) -> tuple[Any, ...]:
+    a, b, recipe = x.a, x.b, (1, x.gran_k)
     _check.dtypes(op, "a", a, _sf.QUANTISED)
     _check.dtypes(op, "b", b, _sf.QUANTISED)
     _check.rank(op, "a", a, "[R, M]", 2)
     _check.rank(op, "b", b, "[R, N]", 2)
     rows, m, n = a.shape[0], _sf.last_size(a), _sf.last_size(b)
     _check.size(op, "the number of rows of b", b.shape[0], rows, "that of a")
-    if int(gran_k) < 1:
-        raise ValueError(f"{op}: gran_k is {gran_k}; it is a number of rows, at least 1.")
-    _sf.check_sf(op, "sfa", sfa, (), m, rows, (1, gran_k), "(1, gran_k)")
-    _sf.check_sf(op, "sfb", sfb, (), n, rows, (1, gran_k), "(1, gran_k)")
-    _check.same_device(op, "a", a, sfa=sfa, b=b, sfb=sfb)
-    check_layout(op, a, grouped_layout, ks, grouping, alignment)
-    return grouped_layout.shape[0], m, n
+    if int(x.gran_k) < 1:
+        raise ValueError(f"{op}: gran_k is {x.gran_k}; it is a number of rows, at least 1.")
+    _sf.check_sf(op, "sfa", x.sfa, (), m, rows, recipe, "(1, gran_k)")
+    _sf.check_sf(op, "sfb", x.sfb, (), n, rows, recipe, "(1, gran_k)")
+    _check.same_device(op, "a", a, sfa=x.sfa, b=b, sfb=x.sfb)
+    check_layout(op, x)
+    return x.grouped_layout.shape[0], m, n
 
 
-def _check_args(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    gran_k: int,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> None:
-    shape = _check_operands(_OP, a, sfa, b, sfb, grouped_layout, gran_k, ks, grouping, alignment)
-    _gemm.check_accumulator(_OP, a, c, shape, out_dtype)
+@takes(KGroupedScaled)
+def _check_args(x: KGroupedScaled) -> None:
+    _gemm.check_accumulator(_OP, x.a, x.c, _check_operands(_OP, x), x.out_dtype)
 
 
-def _check_acc(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    gran_k: int,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-) -> None:
-    shape = _check_operands(_ACC, a, sfa, b, sfb, grouped_layout, gran_k, ks, grouping, alignment)
-    _gemm.check_accumulator(_ACC, a, d, shape, None, "d")
+@takes(KGroupedScaledAcc)
+def _check_acc(x: KGroupedScaledAcc) -> None:
+    _gemm.check_accumulator(_ACC, x.a, x.d, _check_operands(_ACC, x), None, "d")
 
 
-def _reference(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    gran_k: int,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    ends = grouped_layout if grouping == "psum" else _grouped.ends_of_sizes(grouped_layout, alignment)
-    left, right = decoded(a, sfa, (1, gran_k), True), decoded(b, sfb, (1, gran_k), True)
-    out = sfa.new_zeros((ends.shape[0], left.shape[0], right.shape[0]), dtype=torch.float32)
-    for g, (start, end) in enumerate(_grouped.bounds(ends, a.shape[0], alignment)):
+def _products(x: KGroupedScaled | KGroupedScaledAcc) -> Tensor:
+    """[G, M, N] in f32, not rounded."""
+    ends, recipe = ends_of(x), (1, x.gran_k)
+    left, right = decoded(x.a, x.sfa, recipe, True), decoded(x.b, x.sfb, recipe, True)
+    out = x.sfa.new_zeros((ends.shape[0], left.shape[0], right.shape[0]), dtype=torch.float32)
+    for g, (start, end) in enumerate(_grouped.bounds(ends, x.a.shape[0], x.alignment)):
         out[g] = left[:, start:end] @ right[:, start:end].mT
-    return _gemm.finish(out, c, None, _gemm.result_dtype(c, out_dtype))
+    return out
 
 
-def _reference_acc(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    gran_k: int,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-) -> None:
-    attributes: dict[str, Any] = {"ks": ks, "grouping": grouping, "alignment": alignment, "out_dtype": d.dtype}
-    d.copy_(_reference(a, sfa, b, sfb, grouped_layout, d, gran_k=gran_k, **attributes))
+@takes(KGroupedScaled)
+def _reference(x: KGroupedScaled) -> Tensor:
+    return _gemm.finish(_products(x), x.c, None, _gemm.result_dtype(x.c, x.out_dtype))
 
 
-def _fake(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    out_dtype: torch.dtype | None,
-    **_: Any,
-) -> Tensor:
-    shape = (grouped_layout.shape[0], _sf.last_size(a), _sf.last_size(b))
-    return a.new_empty(shape, dtype=_gemm.result_dtype(c, out_dtype))
+@takes(KGroupedScaledAcc)
+def _reference_acc(x: KGroupedScaledAcc) -> None:
+    x.d.copy_(_gemm.finish(_products(x), x.d, None, x.d.dtype))
+
+
+@takes(KGroupedScaled)
+def _fake(x: KGroupedScaled) -> Tensor:
+    shape = (x.grouped_layout.shape[0], _sf.last_size(x.a), _sf.last_size(x.b))
+    return x.a.new_empty(shape, dtype=_gemm.result_dtype(x.c, x.out_dtype))
 
 
 def _fake_acc(*_: Any, **__: Any) -> None:
     return None
 
 
-def _debug(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    **_: Any,
-) -> None:
-    debug_layout(_OP, a.shape[0], grouped_layout, ks, grouping, alignment)
+@takes(KGroupedScaled)
+def _debug(x: KGroupedScaled) -> None:
+    debug_layout(_OP, x)
 
 
-def _debug_acc(
-    d: Tensor,
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    **_: Any,
-) -> None:
-    debug_layout(_ACC, a.shape[0], grouped_layout, ks, grouping, alignment)
+@takes(KGroupedScaledAcc)
+def _debug_acc(x: KGroupedScaledAcc) -> None:
+    debug_layout(_ACC, x)
 
 
 K_GROUPED_GEMM_SCALED = OpDef(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import MGroupedBf16, takes
 from ascend_deep.ops import _check, _gemm, _grouped
 from ascend_deep.ops._grouped_samples import m_grouped_samples
 from ascend_deep.ops._op import OpDef, call
@@ -78,60 +79,39 @@ def m_grouped_gemm_bf16(
     )
 
 
-def _check_args(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> None:
-    _check.choice(_OP, "layout", layout, M_GROUPED_LAYOUTS)
+@takes(MGroupedBf16)
+def _check_args(x: MGroupedBf16) -> None:
+    a, b = x.a, x.b
+    _check.choice(_OP, "layout", x.layout, M_GROUPED_LAYOUTS)
     _gemm.check_operand(_OP, "a", a, "[M, K]", 2)
-    _gemm.check_operand(_OP, "b", b, "[G, N, K]" if layout == "nt" else "[G, K, N]", 3)
-    _, _, ka, kb = _gemm.sizes(a, b, layout)
-    _check.size(_OP, f"K of b in layout {layout!r}", kb, ka, "K of a")
-    _grouped.check_m_grouped(_OP, a, grouped_layout, b.shape[0], grouping, alignment, expected_m)
+    _gemm.check_operand(_OP, "b", b, "[G, N, K]" if x.layout == "nt" else "[G, K, N]", 3)
+    _, _, ka, kb = _gemm.sizes(a, b, x.layout)
+    _check.size(_OP, f"K of b in layout {x.layout!r}", kb, ka, "K of a")
+    _grouped.check_m_grouped(_OP, a, x.grouped_layout, b.shape[0], x.grouping, x.alignment, x.expected_m)
     _check.same_device(_OP, "a", a, b=b)
-    _gemm.check_accumulator(_OP, a, None, (), out_dtype)
+    _gemm.check_accumulator(_OP, a, None, (), x.out_dtype)
 
 
-def _reference(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    rows, columns, _, _ = _gemm.sizes(a, b, layout)
-    out = a.new_zeros((rows, columns), dtype=out_dtype or torch.bfloat16)
-    for g, own in enumerate(_grouped.rows_of_groups(grouped_layout, b.shape[0], rows, grouping, alignment)):
-        left, right = _gemm.widened(a[own], b[g], layout)
+@takes(MGroupedBf16)
+def _reference(x: MGroupedBf16) -> Tensor:
+    rows, columns, _, _ = _gemm.sizes(x.a, x.b, x.layout)
+    out = x.a.new_zeros((rows, columns), dtype=x.out_dtype or torch.bfloat16)
+    groups = _grouped.rows_of_groups(x.grouped_layout, x.b.shape[0], rows, x.grouping, x.alignment)
+    for g, own in enumerate(groups):
+        left, right = _gemm.widened(x.a[own], x.b[g], x.layout)
         if left.shape[0]:
             out[own] = (left @ right).to(out.dtype)
     return out
 
 
-def _fake(a: Tensor, b: Tensor, *_: Any, layout: str, out_dtype: torch.dtype | None, **__: Any) -> Tensor:
-    return a.new_empty(_gemm.sizes(a, b, layout)[:2], dtype=out_dtype or torch.bfloat16)
+@takes(MGroupedBf16)
+def _fake(x: MGroupedBf16) -> Tensor:
+    return x.a.new_empty(_gemm.sizes(x.a, x.b, x.layout)[:2], dtype=x.out_dtype or torch.bfloat16)
 
 
-def _debug(
-    a: Tensor, b: Tensor, grouped_layout: Tensor, *, grouping: str, alignment: int, zero_padding: bool, **_: Any
-) -> None:
-    if grouping == "psum":
-        _grouped.debug_ends(_OP, grouped_layout, a.shape[0])
-    else:
-        _grouped.debug_labels(_OP, grouped_layout, b.shape[0], alignment)
+@takes(MGroupedBf16)
+def _debug(x: MGroupedBf16) -> None:
+    _grouped.debug_m_grouped(_OP, x)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

@@ -13,15 +13,16 @@ Contract: DeepGEMM ``m_grouped_fp8_fp4_gemm_{nt,nn}_contiguous`` and ``m_grouped
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import MaskedScaled, MGroupedScaled, takes
 from ascend_deep.ops import _check, _gemm, _grouped, _sf
 from ascend_deep.ops._grouped_scaled_samples import m_grouped_scaled_samples, masked_scaled_samples
 from ascend_deep.ops._op import OpDef, call
 from ascend_deep.ops.gemm_scaled import NO_BACKWARD, SCALED_TOLERANCE, decoded, sizes
+from ascend_deep.ops.m_grouped_gemm_bf16 import M_GROUPED_LAYOUTS
 
 __all__ = [
     "M_GROUPED_GEMM_SCALED",
@@ -32,7 +33,6 @@ __all__ = [
 
 _OP = "m_grouped_gemm_scaled"
 _MASKED = "m_grouped_gemm_scaled_masked"
-_LAYOUTS = ("nt", "nn")
 
 
 def m_grouped_gemm_scaled(
@@ -124,47 +124,27 @@ def m_grouped_gemm_scaled_masked(
     return call(_MASKED, a, sfa, b, sfb, masked_m, expected_m=expected_m, recipe_a=recipe_a, recipe_b=recipe_b)
 
 
-def _check_args(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> None:
-    _check.choice(_OP, "layout", layout, _LAYOUTS)
+@takes(MGroupedScaled)
+def _check_args(x: MGroupedScaled) -> None:
+    a, b = x.a, x.b
+    _check.choice(_OP, "layout", x.layout, M_GROUPED_LAYOUTS)
     _check.dtypes(_OP, "a", a, _sf.QUANTISED)
     _check.dtypes(_OP, "b", b, _sf.QUANTISED)
     _check.rank(_OP, "a", a, "[M, K]", 2)
-    _check.rank(_OP, "b", b, "[G, N, K]" if layout == "nt" else "[G, K, N]", 3)
-    m, k, n, k_b = sizes(a, b, layout)
-    _check.size(_OP, f"K of b in layout {layout!r}", k_b, k, "K of a")
-    _sf.check_sf(_OP, "sfa", sfa, (), m, k, recipe_a, "recipe_a")
-    _sf.check_sf(_OP, "sfb", sfb, (b.shape[0],), n, k, recipe_b, "recipe_b")
-    _grouped.check_m_grouped(_OP, a, grouped_layout, b.shape[0], grouping, alignment, expected_m)
-    _check.same_device(_OP, "a", a, sfa=sfa, b=b, sfb=sfb)
-    _gemm.check_accumulator(_OP, a, None, (), out_dtype)
+    _check.rank(_OP, "b", b, "[G, N, K]" if x.layout == "nt" else "[G, K, N]", 3)
+    m, k, n, k_b = sizes(a, b, x.layout)
+    groups = b.shape[0]
+    _check.size(_OP, f"K of b in layout {x.layout!r}", k_b, k, "K of a")
+    _sf.check_sf(_OP, "sfa", x.sfa, (), m, k, x.recipe_a, "recipe_a")
+    _sf.check_sf(_OP, "sfb", x.sfb, (groups,), n, k, x.recipe_b, "recipe_b")
+    _grouped.check_m_grouped(_OP, a, x.grouped_layout, groups, x.grouping, x.alignment, x.expected_m)
+    _check.same_device(_OP, "a", a, sfa=x.sfa, b=b, sfb=x.sfb)
+    _gemm.check_accumulator(_OP, a, None, (), x.out_dtype)
 
 
-def _check_masked(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> None:
+@takes(MaskedScaled)
+def _check_masked(x: MaskedScaled) -> None:
+    a, b = x.a, x.b
     _check.dtypes(_MASKED, "a", a, _sf.QUANTISED)
     _check.dtypes(_MASKED, "b", b, _sf.QUANTISED)
     _check.rank(_MASKED, "a", a, "[G, Mmax, K]", 3)
@@ -173,83 +153,52 @@ def _check_masked(
     _check.size(_MASKED, "the number of groups of b", b.shape[0], groups, "that of a")
     m, k, n, k_b = sizes(a, b, "nt")
     _check.size(_MASKED, "K of b", k_b, k, "K of a")
-    _sf.check_sf(_MASKED, "sfa", sfa, (groups,), m, k, recipe_a, "recipe_a")
-    _sf.check_sf(_MASKED, "sfb", sfb, (groups,), n, k, recipe_b, "recipe_b")
-    _grouped.check_index(_MASKED, "masked_m", masked_m, "[G]", groups, "the number of groups of a")
-    _grouped.check_expected(_MASKED, expected_m)
-    _check.same_device(_MASKED, "a", a, sfa=sfa, b=b, sfb=sfb, masked_m=masked_m)
+    _sf.check_sf(_MASKED, "sfa", x.sfa, (groups,), m, k, x.recipe_a, "recipe_a")
+    _sf.check_sf(_MASKED, "sfb", x.sfb, (groups,), n, k, x.recipe_b, "recipe_b")
+    _grouped.check_index(_MASKED, "masked_m", x.masked_m, "[G]", groups, "the number of groups of a")
+    _grouped.check_expected(_MASKED, x.expected_m)
+    _check.same_device(_MASKED, "a", a, sfa=x.sfa, b=b, sfb=x.sfb, masked_m=x.masked_m)
 
 
-def _reference(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    rows, _, columns, _ = sizes(a, b, layout)
-    left = decoded(a, sfa, recipe_a, False)
-    out = sfa.new_zeros((rows, columns), dtype=out_dtype or torch.bfloat16)
-    for g, own in enumerate(_grouped.rows_of_groups(grouped_layout, b.shape[0], rows, grouping, alignment)):
+@takes(MGroupedScaled)
+def _reference(x: MGroupedScaled) -> Tensor:
+    rows, _, columns, _ = sizes(x.a, x.b, x.layout)
+    left = decoded(x.a, x.sfa, x.recipe_a, False)
+    out = x.sfa.new_zeros((rows, columns), dtype=x.out_dtype or torch.bfloat16)
+    groups = _grouped.rows_of_groups(x.grouped_layout, x.b.shape[0], rows, x.grouping, x.alignment)
+    for g, own in enumerate(groups):
         mine = left[own]
         if mine.shape[0]:
-            out[own] = (mine @ decoded(b[g], sfb[g], recipe_b, layout == "nn").mT).to(out.dtype)
+            out[own] = (mine @ decoded(x.b[g], x.sfb[g], x.recipe_b, x.layout == "nn").mT).to(out.dtype)
     return out
 
 
-def _reference_masked(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    masked_m: Tensor,
-    *,
-    expected_m: int,
-    recipe_a: Sequence[int],
-    recipe_b: Sequence[int],
-) -> Tensor:
-    product = decoded(a, sfa, recipe_a, False) @ decoded(b, sfb, recipe_b, False).mT
-    valid = _grouped.valid_rows(masked_m, a.shape[1])
+@takes(MaskedScaled)
+def _reference_masked(x: MaskedScaled) -> Tensor:
+    product = decoded(x.a, x.sfa, x.recipe_a, False) @ decoded(x.b, x.sfb, x.recipe_b, False).mT
+    valid = _grouped.valid_rows(x.masked_m, x.a.shape[1])
     return torch.where(valid, product, 0.0).to(torch.bfloat16).contiguous()
 
 
-def _fake(a: Tensor, sfa: Tensor, b: Tensor, *_: Any, layout: str, out_dtype: torch.dtype | None, **__: Any) -> Tensor:
-    rows, _, columns, _ = sizes(a, b, layout)
-    return a.new_empty((rows, columns), dtype=out_dtype or torch.bfloat16)
+@takes(MGroupedScaled)
+def _fake(x: MGroupedScaled) -> Tensor:
+    rows, _, columns, _ = sizes(x.a, x.b, x.layout)
+    return x.a.new_empty((rows, columns), dtype=x.out_dtype or torch.bfloat16)
 
 
-def _fake_masked(a: Tensor, sfa: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=torch.bfloat16)
+@takes(MaskedScaled)
+def _fake_masked(x: MaskedScaled) -> Tensor:
+    return x.a.new_empty((x.a.shape[0], x.a.shape[1], x.b.shape[1]), dtype=torch.bfloat16)
 
 
-def _debug(
-    a: Tensor,
-    sfa: Tensor,
-    b: Tensor,
-    sfb: Tensor,
-    grouped_layout: Tensor,
-    *,
-    grouping: str,
-    alignment: int,
-    **_: Any,
-) -> None:
-    if grouping == "psum":
-        _grouped.debug_ends(_OP, grouped_layout, a.shape[0])
-    else:
-        _grouped.debug_labels(_OP, grouped_layout, b.shape[0], alignment)
+@takes(MGroupedScaled)
+def _debug(x: MGroupedScaled) -> None:
+    _grouped.debug_m_grouped(_OP, x)
 
 
-def _debug_masked(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, masked_m: Tensor, **_: Any) -> None:
-    _grouped.debug_masked(_MASKED, masked_m, a.shape[1])
+@takes(MaskedScaled)
+def _debug_masked(x: MaskedScaled) -> None:
+    _grouped.debug_masked(_MASKED, x.masked_m, x.a.shape[1])
 
 
 M_GROUPED_GEMM_SCALED = OpDef(
