@@ -57,6 +57,8 @@ _CUTS: Mapping[str, tuple[int, slice]] = {
     "aten.slice": (1, slice(2, 4)), "aten.narrow": (1, slice(2, 4)), "aten.select": (1, slice(2, 3)),
     "aten.slice_scatter": (2, slice(3, 5)), "aten.select_scatter": (2, slice(3, 4)),
 }  # fmt: skip
+# Those whose numbers a program takes for sizes, hence maps.
+_MAPPED = frozenset({"aten.slice", "aten.narrow"})
 
 
 def unexplained_thresholds(
@@ -154,7 +156,8 @@ def beyond_probes(region: Region, plans: Sequence[Dims]) -> Refusal | None:
                 reach = abs(number)
                 if reach < 2 or reach >= 1 << 62 or (name in _CUTS and isinstance(real, int) and reach >= real):
                     continue
-                if all(dims.literals.get(reach, reach) >= dims.size(real) for dims in plans):
+                mapped = name in _MAPPED
+                if all((dims.literals.get(reach, reach) if mapped else reach) >= dims.size(real) for dims in plans):
                     return Refusal(
                         f"{name.removeprefix('aten.')} has the number {number}, which is more than the sizes that the "
                         "block was run at.",
