@@ -1,4 +1,4 @@
-"""What the expert-parallel ops share: argument checks, and the fakes' sizes.
+"""What the expert-parallel ops share: argument checks, the fakes' sizes, and the gradient of a dispatch.
 
 Names as in ``native/c10d/plan.py``: R ranks (``group_size``), E experts, T tokens of this rank, K choices, H columns,
 M = ``max_tokens_per_rank``, a = ``expert_alignment``; N received rows.
@@ -11,9 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls_moe import EpCombine, EpDispatch, EpDispatchCached
 from ascend_deep.ops import _check
 
-__all__ = ["HANDLE", "MOVED", "check_group", "check_handle", "check_routing", "new_size", "weights_like"]
+__all__ = [
+    "HANDLE",
+    "MOVED",
+    "check_group",
+    "check_handle",
+    "check_routing",
+    "check_rows",
+    "combined",
+    "new_size",
+    "remember",
+    "scales_like",
+    "weights_like",
+]
 
 HANDLE = "Tensor psum_rank, Tensor psum_expert, Tensor src_meta, Tensor dst_slot, Tensor aux, Tensor splits"
 """The six tensors of a handle, as schemas have them."""
@@ -54,41 +67,47 @@ def check_routing(op: str, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | N
     _check.same_device(op, "x", x, topk_idx=topk_idx, topk_weights=topk_weights)
 
 
-def check_handle(
-    op: str,
-    topk_idx: Tensor,
-    psum_rank: Tensor,
-    psum_expert: Tensor,
-    src_meta: Tensor,
-    dst_slot: Tensor,
-    aux: Tensor,
-    splits: Tensor,
-    num_experts: int,
-    group_size: int,
-) -> None:
+def check_rows(op: str, args: EpDispatch | EpDispatchCached) -> None:
+    """The group, rows [T, H], their scales [T, P], ids and weights [T, K]."""
+    x, x_sf = args.x, args.x_sf
+    check_group(op, args.num_experts, args.group_size, args.max_tokens_per_rank)
+    _check.dtypes(op, "x", x, MOVED)
+    check_routing(op, x, args.topk_idx, args.topk_weights)
+    if x_sf is not None:
+        _check.rank(op, "x_sf", x_sf, "[T, P]", 2)
+        _check.size(op, "the number of rows of x_sf", x_sf.shape[0], x.shape[0], "the number of tokens of x")
+        _check.same_device(op, "x", x, x_sf=x_sf)
+
+
+def check_handle(op: str, args: EpDispatchCached | EpCombine) -> None:
     """The six tensors of a handle and the ids that it was made for: dtypes, and sizes that agree with the group's."""
-    _check.dtypes(op, "topk_idx", topk_idx, _check.INDEX)
-    _check.rank(op, "topk_idx", topk_idx, "[T, K]", 2)
+    _check.dtypes(op, "topk_idx", args.topk_idx, _check.INDEX)
+    _check.rank(op, "topk_idx", args.topk_idx, "[T, K]", 2)
     for name, tensor, shape, dims in (
-        ("psum_rank", psum_rank, "[R]", 1),
-        ("psum_expert", psum_expert, "[E / R]", 1),
-        ("src_meta", src_meta, "[N, K + 2]", 2),
-        ("dst_slot", dst_slot, "[T, K]", 2),
-        ("aux", aux, "[A]", 1),
+        ("psum_rank", args.psum_rank, "[R]", 1),
+        ("psum_expert", args.psum_expert, "[E / R]", 1),
+        ("src_meta", args.src_meta, "[N, K + 2]", 2),
+        ("dst_slot", args.dst_slot, "[T, K]", 2),
+        ("aux", args.aux, "[A]", 1),
     ):
         _check.dtypes(op, name, tensor, (torch.int32,))
         _check.rank(op, name, tensor, shape, dims)
-    _check.dtypes(op, "splits", splits, (torch.int64,))
-    _check.rank(op, "splits", splits, "[3, R]", 2)
-    _check.size(op, "the number of rows of splits", splits.shape[0], 3, "that of every handle")
-    local = num_experts // group_size
+    _check.dtypes(op, "splits", args.splits, (torch.int64,))
+    _check.rank(op, "splits", args.splits, "[3, R]", 2)
+    _check.size(op, "the number of rows of splits", args.splits.shape[0], 3, "that of every handle")
+    (tokens, topk), ranks = args.topk_idx.shape, args.group_size
     for what, found, wanted, source in (
-        ("the length of psum_rank", psum_rank.shape[0], group_size, "group_size"),
-        ("the number of columns of splits", splits.shape[1], group_size, "group_size"),
-        ("the length of psum_expert", psum_expert.shape[0], local, "the number of experts of a rank"),
-        ("the number of columns of src_meta", src_meta.shape[1], topk_idx.shape[1] + 2, "K + 2"),
-        ("the number of rows of dst_slot", dst_slot.shape[0], topk_idx.shape[0], "the number of tokens of topk_idx"),
-        ("the number of columns of dst_slot", dst_slot.shape[1], topk_idx.shape[1], "that of topk_idx"),
+        ("the length of psum_rank", args.psum_rank.shape[0], ranks, "group_size"),
+        ("the number of columns of splits", args.splits.shape[1], ranks, "group_size"),
+        (
+            "the length of psum_expert",
+            args.psum_expert.shape[0],
+            args.num_experts // ranks,
+            "the number of experts of a rank",
+        ),
+        ("the number of columns of src_meta", args.src_meta.shape[1], topk + 2, "K + 2"),
+        ("the number of rows of dst_slot", args.dst_slot.shape[0], tokens, "the number of tokens of topk_idx"),
+        ("the number of columns of dst_slot", args.dst_slot.shape[1], topk, "that of topk_idx"),
     ):
         _check.size(op, what, found, wanted, source)
 
@@ -98,8 +117,37 @@ def new_size(most: Any) -> Any:
     return torch.library.get_ctx().new_dynamic_size(min=0, max=most if isinstance(most, int) else None)
 
 
+def scales_like(x: Tensor, x_sf: Tensor | None, rows: Any) -> Tensor:
+    """Received scale factors, or the empty tensor that stands for none."""
+    return x.new_empty((0, 0), dtype=torch.float32) if x_sf is None else x_sf.new_empty((rows, x_sf.shape[1]))
+
+
 def weights_like(x: Tensor, weights: Tensor | None, rows: Any, topk: Any, expand: bool) -> Tensor:
     """Received weights, or the empty tensor that stands for none."""
     if weights is None:
         return x.new_empty((0,) if expand else (0, topk), dtype=torch.float32)
     return weights.new_empty((rows,) if expand else (rows, topk))
+
+
+def remember(ctx: Any, x: Tensor, weights: Tensor | None, attributes: dict[str, Any], rows: Tensor) -> None:
+    """What ``combined`` needs of a dispatch: ``attributes`` are those of ``ep_combine``, ``rows`` what it returned."""
+    ctx.attributes = attributes
+    ctx.rows, ctx.x_dtype, ctx.weighted = rows.shape, x.dtype, weights is not None
+    ctx.set_materialize_grads(False)
+
+
+def combined(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and the weights of a dispatch: what ``ep_combine`` makes of those of the received ones.
+
+    ``ctx.saved_tensors`` are the ids and the handle.
+    """
+    if grad is None and grad_weights is None:
+        return None, None
+    topk_idx, *handle = ctx.saved_tensors
+    if grad is None:
+        grad = topk_idx.new_zeros(ctx.rows, dtype=ctx.x_dtype)
+    weights = grad_weights.contiguous() if grad_weights is not None and ctx.weighted else None
+    dx, dw = torch.ops.ascend_deep.ep_combine.default(
+        grad.contiguous(), weights, None, None, topk_idx, *handle, **ctx.attributes
+    )
+    return dx, dw if weights is not None else None

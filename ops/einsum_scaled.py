@@ -82,35 +82,35 @@ def _shape(a: Tensor, b: Tensor, eq: str) -> tuple[Any, ...]:
     return tuple(found[letter] for letter in result)
 
 
-def check_einsum(op: str, call: EinsumScaled | EinsumScaledFp8Out) -> None:
+def check_einsum(op: str, args: EinsumScaled | EinsumScaledFp8Out) -> None:
     """Dtypes, ranks and sizes of operands and scales; ``eq`` is known."""
-    a, b = call.a, call.b
-    left, right = call.eq.split("->")[0].split(",")
+    a, b = args.a, args.b
+    left, right = args.eq.split("->")[0].split(",")
     for name, x, letters in (("a", a, left), ("b", b, right)):
         _check.dtypes(op, name, x, (_sf.FP8,))
         _check.rank(op, name, x, f"[{', '.join(letters)}]", 3)
     for letter, found in zip(right, b.shape, strict=True):
         if letter in left:
             _check.size(op, f"{letter} of b", found, a.shape[left.index(letter)], f"{letter} of a")
-    operands = (("sfa", call.sfa, a, call.recipe_a, "recipe_a"), ("sfb", call.sfb, b, call.recipe_b, "recipe_b"))
-    for order, (name, sf, x, recipe, recipe_name) in zip(_order(call.eq), operands, strict=True):
+    operands = (("sfa", args.sfa, a, args.recipe_a, "recipe_a"), ("sfb", args.sfb, b, args.recipe_b, "recipe_b"))
+    for order, (name, sf, x, recipe, recipe_name) in zip(_order(args.eq), operands, strict=True):
         _check.dtypes(op, name, sf, _sf.SF_DTYPES)
         _check.rank(op, name, sf, "a scale for every block of its operand, or packed [batch, MN, words]", 3)
         batch, mn, k = (x.shape[dim] for dim in order)
         matrices = sf if sf.dtype in _sf.WORDS else sf.permute(order)
         _sf.check_sf(op, name, matrices, (batch,), mn, k, recipe, recipe_name)
-    _check.same_device(op, "a", a, sfa=call.sfa, b=b, sfb=call.sfb)
+    _check.same_device(op, "a", a, sfa=args.sfa, b=b, sfb=args.sfb)
 
 
-def einsum_product(call: EinsumScaled | EinsumScaledFp8Out) -> Tensor:
+def einsum_product(args: EinsumScaled | EinsumScaledFp8Out) -> Tensor:
     """The product in f32, not rounded."""
     numbers = []
-    operands = ((call.a, call.sfa, call.recipe_a), (call.b, call.sfb, call.recipe_b))
-    for order, (x, sf, gran) in zip(_order(call.eq), operands, strict=True):
+    operands = ((args.a, args.sfa, args.recipe_a), (args.b, args.sfb, args.recipe_b))
+    for order, (x, sf, gran) in zip(_order(args.eq), operands, strict=True):
         scales = sf if sf.dtype in _sf.WORDS else sf.permute(order)
         numbers.append(_sf.dequantise(x.permute(order), scales, gran))
-    batch, m, n, k = _LETTERS[call.eq]
-    return torch.einsum(f"{batch}{m}{k},{batch}{n}{k}->{call.eq.split('->')[1]}", *numbers)
+    batch, m, n, k = _LETTERS[args.eq]
+    return torch.einsum(f"{batch}{m}{k},{batch}{n}{k}->{args.eq.split('->')[1]}", *numbers)
 
 
 @takes(EinsumScaled)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import normal
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import EpCombine
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import combine_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -87,63 +89,41 @@ def ep_combine(
     )
 
 
-def _check_args(
-    y: Tensor,
-    topk_weights: Tensor | None,
-    bias0: Tensor | None,
-    bias1: Tensor | None,
-    topk_idx: Tensor,
-    psum_rank: Tensor,
-    psum_expert: Tensor,
-    src_meta: Tensor,
-    dst_slot: Tensor,
-    aux: Tensor,
-    splits: Tensor,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> None:
-    op = "ep_combine"
-    _ep.check_group(op, num_experts, group_size, max_tokens_per_rank)
-    _ep.check_handle(
-        op, topk_idx, psum_rank, psum_expert, src_meta, dst_slot, aux, splits, num_experts, group_size
-    )  # fmt: skip
+@takes(EpCombine)
+def _check_args(args: EpCombine) -> None:
+    op, y, topk_weights, topk_idx = "ep_combine", args.y, args.topk_weights, args.topk_idx
+    _ep.check_group(op, args.num_experts, args.group_size, args.max_tokens_per_rank)
+    _ep.check_handle(op, args)
     _check.dtypes(op, "y", y, _check.FLOATING)
     _check.rank(op, "y", y, "[N, H]", 2)
-    if not expand:
-        _check.size(op, "the number of rows of y", y.shape[0], src_meta.shape[0], "that of src_meta")
+    if not args.expand:
+        _check.size(op, "the number of rows of y", y.shape[0], args.src_meta.shape[0], "that of src_meta")
     if topk_weights is not None:
         _check.dtypes(op, "topk_weights", topk_weights, _check.FLOATING)
-        _check.rank(op, "topk_weights", topk_weights, "[N]" if expand else "[N, K]", 1 if expand else 2)
+        _check.rank(op, "topk_weights", topk_weights, "[N]" if args.expand else "[N, K]", 1 if args.expand else 2)
         _check.size(op, "the number of rows of topk_weights", topk_weights.shape[0], y.shape[0], "that of y")
-        if not expand:
-            _check.size(
-                op, "the number of columns of topk_weights", topk_weights.shape[1], topk_idx.shape[1], "K"
-            )  # fmt: skip
-    for name, bias in (("bias0", bias0), ("bias1", bias1)):
+        if not args.expand:
+            columns = topk_weights.shape[1]
+            _check.size(op, "the number of columns of topk_weights", columns, topk_idx.shape[1], "K")
+    for name, bias in (("bias0", args.bias0), ("bias1", args.bias1)):
         if bias is not None:
             _check.dtypes(op, name, bias, _check.FLOATING)
             _check.rank(op, name, bias, "[T, H]", 2)
             _check.size(op, f"the number of rows of {name}", bias.shape[0], topk_idx.shape[0], "that of topk_idx")
             _check.size(op, f"the number of columns of {name}", bias.shape[1], y.shape[1], "that of y")
     _check.same_device(
-        op, "y", y, topk_weights=topk_weights, bias0=bias0, bias1=bias1, topk_idx=topk_idx, src_meta=src_meta,
-        dst_slot=dst_slot,
+        op, "y", y, topk_weights=topk_weights, bias0=args.bias0, bias1=args.bias1, topk_idx=topk_idx,
+        src_meta=args.src_meta, dst_slot=args.dst_slot,
     )  # fmt: skip
 
 
-def _fake(
-    y: Tensor, topk_weights: Tensor | None, _0: Any, _1: Any, topk_idx: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    tokens, topk = topk_idx.shape
-    out = y.new_empty((tokens, y.shape[1]))
-    if topk_weights is None:
-        return out, y.new_empty((0, topk), dtype=torch.float32)
-    return out, topk_weights.new_empty((tokens, topk))
+@takes(EpCombine)
+def _fake(args: EpCombine) -> tuple[Tensor, Tensor]:
+    tokens, topk = args.topk_idx.shape
+    out = args.y.new_empty((tokens, args.y.shape[1]))
+    if args.topk_weights is None:
+        return out, args.y.new_empty((0, topk), dtype=torch.float32)
+    return out, args.topk_weights.new_empty((tokens, topk))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import normal
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import EpDispatch
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import dispatch_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -109,102 +111,57 @@ def ep_dispatch(
     )
 
 
-def _check_args(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    expert_alignment: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> None:
-    op = "ep_dispatch"
-    _ep.check_group(op, num_experts, group_size, max_tokens_per_rank)
-    torch._check_value(
-        expert_alignment >= 1, lambda: f"{op}: expert_alignment is {expert_alignment}; it must be at least 1."
-    )
-    _check.dtypes(op, "x", x, _ep.MOVED)
-    _ep.check_routing(op, x, topk_idx, topk_weights)
-    if x_sf is not None:
-        _check.rank(op, "x_sf", x_sf, "[T, P]", 2)
-        _check.size(op, "the number of rows of x_sf", x_sf.shape[0], x.shape[0], "the number of tokens of x")
-        _check.same_device(op, "x", x, x_sf=x_sf)
-    if not cpu_sync:
-        torch._check_value(
-            x.shape[0] <= max_tokens_per_rank,
-            lambda: f"{op}: x has {x.shape[0]} tokens; max_tokens_per_rank is {max_tokens_per_rank}.",
-        )
+@takes(EpDispatch)
+def _check_args(args: EpDispatch) -> None:
+    op, alignment, most = "ep_dispatch", args.expert_alignment, args.max_tokens_per_rank
+    _ep.check_rows(op, args)
+    torch._check_value(alignment >= 1, lambda: f"{op}: expert_alignment is {alignment}; it must be at least 1.")
+    if not args.cpu_sync:
+        tokens = args.x.shape[0]
+        torch._check_value(tokens <= most, lambda: f"{op}: x has {tokens} tokens; max_tokens_per_rank is {most}.")
 
 
-def _fake(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    expert_alignment: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, ...]:
-    topk, local = topk_idx.shape[1], num_experts // group_size
-    most = group_size * max_tokens_per_rank
-    rows = _ep.new_size(most) if cpu_sync else most
+@takes(EpDispatch)
+def _fake(args: EpDispatch) -> tuple[Tensor, ...]:
+    x, ranks, topk = args.x, args.group_size, args.topk_idx.shape[1]
+    local = args.num_experts // ranks
+    most = ranks * args.max_tokens_per_rank
+    rows = _ep.new_size(most) if args.cpu_sync else most
     count: Any = rows
-    if expand:
-        bound = normal.expanded_bound(group_size, max_tokens_per_rank, topk, local, expert_alignment)
-        count = _ep.new_size(bound) if cpu_sync else bound
+    if args.expand:
+        bound = normal.expanded_bound(ranks, args.max_tokens_per_rank, topk, local, args.expert_alignment)
+        count = _ep.new_size(bound) if args.cpu_sync else bound
     return (
         x.new_empty((count, x.shape[1])),
-        x.new_empty((0, 0), dtype=torch.float32) if x_sf is None else x_sf.new_empty((count, x_sf.shape[1])),
-        topk_idx.new_empty((0 if expand else count, topk), dtype=torch.int64),
-        _ep.weights_like(x, topk_weights, count, topk, expand),
+        _ep.scales_like(x, args.x_sf, count),
+        args.topk_idx.new_empty((0 if args.expand else count, topk), dtype=torch.int64),
+        _ep.weights_like(x, args.topk_weights, count, topk, args.expand),
         x.new_empty(local, dtype=torch.int32),
-        x.new_empty(group_size, dtype=torch.int32),
+        x.new_empty(ranks, dtype=torch.int32),
         x.new_empty(local, dtype=torch.int32),
         x.new_empty((rows, topk + 2), dtype=torch.int32),
-        x.new_empty(topk_idx.shape, dtype=torch.int32),
+        x.new_empty(args.topk_idx.shape, dtype=torch.int32),
         x.new_empty(0, dtype=torch.int32),
-        torch.empty((3, group_size), dtype=torch.int64, device="cpu"),
+        torch.empty((3, ranks), dtype=torch.int64, device="cpu"),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     x, _, topk_idx, topk_weights = inputs
-    attributes = dict(keyword_only_inputs)
-    del attributes["expert_alignment"]
-    ctx.attributes = attributes
-    ctx.rows = output[0].shape
-    ctx.x_dtype, ctx.weighted = x.dtype, topk_weights is not None
+    attributes = {name: value for name, value in keyword_only_inputs.items() if name != "expert_alignment"}
+    _ep.remember(ctx, x, topk_weights, attributes, output[0])
     ctx.mark_non_differentiable(output[1], output[2], *output[4:])
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(topk_idx, *output[5:])
 
 
 def _backward(ctx: Any, grad: Tensor | None, _sf: Any, _idx: Any, grad_weights: Tensor | None, *_: Any) -> Any:
-    topk_idx, *handle = ctx.saved_tensors
     if ctx.x_dtype not in _check.FLOATING:
         raise RuntimeError(
             f"ep_dispatch: x has dtype {str(ctx.x_dtype).removeprefix('torch.')}, which has no gradient; dispatch the "
             "rows before they are quantised where one is needed."
         )
-    if grad is None and grad_weights is None:
-        return None, None, None, None
-    if grad is None:
-        grad = topk_idx.new_zeros(ctx.rows, dtype=ctx.x_dtype)
-    weights = grad_weights.contiguous() if grad_weights is not None and ctx.weighted else None
-    dx, dw = torch.ops.ascend_deep.ep_combine.default(
-        grad.contiguous(), weights, None, None, topk_idx, *handle, **ctx.attributes
-    )
-    return dx, None, None, dw if weights is not None else None
+    dx, dw = _ep.combined(ctx, grad, grad_weights)
+    return dx, None, None, dw
 
 
 EXACT = Tolerance(0, 0, "rows are moved, bit for bit")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import normal
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import EpDispatchCached
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import cached_samples
 from ascend_deep.ops._op import OpDef, call
@@ -82,66 +83,31 @@ def ep_dispatch_cached(
     )
 
 
-def _check_args(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    psum_rank: Tensor,
-    psum_expert: Tensor,
-    src_meta: Tensor,
-    dst_slot: Tensor,
-    aux: Tensor,
-    splits: Tensor,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    num_recv: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> None:
+@takes(EpDispatchCached)
+def _check_args(args: EpDispatchCached) -> None:
     op = "ep_dispatch_cached"
-    _ep.check_group(op, num_experts, group_size, max_tokens_per_rank)
-    _check.dtypes(op, "x", x, _ep.MOVED)
-    _ep.check_routing(op, x, topk_idx, topk_weights)
-    _ep.check_handle(
-        op, topk_idx, psum_rank, psum_expert, src_meta, dst_slot, aux, splits, num_experts, group_size
-    )  # fmt: skip
-    if x_sf is not None:
-        _check.rank(op, "x_sf", x_sf, "[T, P]", 2)
-        _check.size(op, "the number of rows of x_sf", x_sf.shape[0], x.shape[0], "the number of tokens of x")
-    _check.same_device(op, "x", x, x_sf=x_sf, src_meta=src_meta, dst_slot=dst_slot)
-    if not expand:
-        _check.size(op, "num_recv", num_recv, src_meta.shape[0], "the number of rows of src_meta")
+    _ep.check_rows(op, args)
+    _ep.check_handle(op, args)
+    _check.same_device(op, "x", args.x, src_meta=args.src_meta, dst_slot=args.dst_slot)
+    if not args.expand:
+        _check.size(op, "num_recv", args.num_recv, args.src_meta.shape[0], "the number of rows of src_meta")
 
 
-def _fake(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    *_: Any,
-    num_recv: int,
-    expand: bool,
-    **__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+@takes(EpDispatchCached)
+def _fake(args: EpDispatchCached) -> tuple[Tensor, Tensor, Tensor]:
+    x, rows = args.x, args.num_recv
     return (
-        x.new_empty((num_recv, x.shape[1])),
-        x.new_empty((0, 0), dtype=torch.float32) if x_sf is None else x_sf.new_empty((num_recv, x_sf.shape[1])),
-        _ep.weights_like(x, topk_weights, num_recv, topk_idx.shape[1], expand),
+        x.new_empty((rows, x.shape[1])),
+        _ep.scales_like(x, args.x_sf, rows),
+        _ep.weights_like(x, args.topk_weights, rows, args.topk_idx.shape[1], args.expand),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     x, _, topk_weights, *rest = inputs
-    attributes = dict(keyword_only_inputs)
-    del attributes["num_recv"]
-    ctx.attributes = attributes
-    ctx.rows, ctx.x_dtype, ctx.weighted = output[0].shape, x.dtype, topk_weights is not None
+    attributes = {name: value for name, value in keyword_only_inputs.items() if name != "num_recv"}
+    _ep.remember(ctx, x, topk_weights, attributes, output[0])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*rest)
 
 
@@ -150,15 +116,8 @@ def _backward(ctx: Any, grad: Tensor | None, _sf: Any, grad_weights: Tensor | No
         raise RuntimeError(
             f"ep_dispatch_cached: x has dtype {str(ctx.x_dtype).removeprefix('torch.')}, which has no gradient."
         )
-    none = (None,) * 7
-    if grad is None and grad_weights is None:
-        return None, None, None, *none
-    saved = ctx.saved_tensors
-    if grad is None:
-        grad = saved[0].new_zeros(ctx.rows, dtype=ctx.x_dtype)
-    weights = grad_weights.contiguous() if grad_weights is not None and ctx.weighted else None
-    dx, dw = torch.ops.ascend_deep.ep_combine.default(grad.contiguous(), weights, None, None, *saved, **ctx.attributes)
-    return dx, None, dw if weights is not None else None, *none
+    dx, dw = _ep.combined(ctx, grad, grad_weights)
+    return dx, None, dw, *(None,) * 7
 
 
 EP_DISPATCH_CACHED = OpDef(

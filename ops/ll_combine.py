@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import low_latency
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import LlCombine
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import ll_combine_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
-from ascend_deep.ops.ll_dispatch import _NO_BACKWARD, LAYOUTS
+from ascend_deep.ops.ll_dispatch import LAYOUTS, NO_BACKWARD
 
 __all__ = ["LL_COMBINE", "ll_combine"]
 
@@ -70,48 +72,35 @@ def ll_combine(
     )
 
 
-def _check_args(
-    y: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    src_info: Tensor,
-    layout_range: Tensor,
-    aux: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> None:
-    op = "ll_combine"
-    _check.choice(op, "layout", layout, LAYOUTS)
-    _ep.check_group(op, num_experts, group_size, max_tokens_per_rank)
-    local = num_experts // group_size
-    flat = layout == "flat"
+@takes(LlCombine)
+def _check_args(args: LlCombine) -> None:
+    op, flat, ranks = "ll_combine", args.layout == "flat", args.group_size
+    y, topk_idx, topk_weights, layout_range = args.y, args.topk_idx, args.topk_weights, args.layout_range
+    _check.choice(op, "layout", args.layout, LAYOUTS)
+    _ep.check_group(op, args.num_experts, ranks, args.max_tokens_per_rank)
     _check.dtypes(op, "y", y, (torch.float32, torch.bfloat16, torch.float16))
     _check.rank(op, "y", y, "[R M min(K, E/R), H]" if flat else "[E/R, R M, H]", 2 if flat else 3)
     _check.dtypes(op, "topk_idx", topk_idx, _check.INDEX)
     _check.rank(op, "topk_idx", topk_idx, "[T, K]", 2)
     _check.dtypes(op, "topk_weights", topk_weights, _check.FLOATING)
     _check.rank(op, "topk_weights", topk_weights, "[T, K]", 2)
-    _check.dtypes(op, "src_info", src_info, (torch.int32,))
+    _check.dtypes(op, "src_info", args.src_info, (torch.int32,))
     _check.dtypes(op, "layout_range", layout_range, (torch.int64,))
     _check.rank(op, "layout_range", layout_range, "[E/R, R]", 2)
-    _check.dtypes(op, "aux", aux, (torch.int32,))
-    most = group_size * max_tokens_per_rank
+    _check.dtypes(op, "aux", args.aux, (torch.int32,))
+    local = args.num_experts // ranks
     sizes = [
         ("the number of rows of topk_weights", topk_weights.shape[0], topk_idx.shape[0], "that of topk_idx"),
         ("the number of columns of topk_weights", topk_weights.shape[1], topk_idx.shape[1], "that of topk_idx"),
         ("the number of rows of layout_range", layout_range.shape[0], local, "the number of experts of a rank"),
-        ("the number of columns of layout_range", layout_range.shape[1], group_size, "group_size"),
+        ("the number of columns of layout_range", layout_range.shape[1], ranks, "group_size"),
     ]
     if flat:
-        rows = low_latency.ll_rows(group_size, max_tokens_per_rank, topk_idx.shape[1], local)
+        rows = low_latency.ll_rows(ranks, args.max_tokens_per_rank, topk_idx.shape[1], local)
         sizes.append(("the number of rows of y", y.shape[0], rows, "R M min(K, E/R)"))
     else:
         sizes.append(("the number of experts of y", y.shape[0], local, "that of a rank"))
-        sizes.append(("the number of rows of an expert of y", y.shape[1], most, "R M"))
+        sizes.append(("the number of rows of an expert of y", y.shape[1], ranks * args.max_tokens_per_rank, "R M"))
     for what, found, wanted, source in sizes:
         _check.size(op, what, found, wanted, source)
     _check.same_device(op, "y", y, topk_idx=topk_idx, topk_weights=topk_weights, layout_range=layout_range)
@@ -132,7 +121,7 @@ LL_COMBINE = OpDef(
     check=_check_args,
     reference=low_latency.ll_combine,
     fake=_fake,
-    no_backward=_NO_BACKWARD,
+    no_backward=NO_BACKWARD,
     tolerance={
         torch.float32: Tolerance(1e-5, 1e-6, _REASON),
         torch.bfloat16: Tolerance(8e-3, 1e-3, _REASON),

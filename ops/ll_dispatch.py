@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from ascend_deep.native.c10d import low_latency
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import LlDispatch
 from ascend_deep.native.torch_npu.parallel import aux_size
 from ascend_deep.ops import _check, _ep
 from ascend_deep.ops._ep_samples import ll_dispatch_samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
 
-__all__ = ["LAYOUTS", "LL_DISPATCH", "ll_dispatch"]
+__all__ = ["LAYOUTS", "LL_DISPATCH", "NO_BACKWARD", "ll_dispatch"]
 
 LAYOUTS = ("padded", "flat")
 QUANTS = ("none", "fp8")
@@ -80,65 +82,42 @@ def ll_dispatch(
     )
 
 
-def _check_args(
-    x: Tensor,
-    topk_idx: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    quant: str,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> None:
-    op = "ll_dispatch"
-    _check.choice(op, "quant", quant, QUANTS)
-    _check.choice(op, "layout", layout, LAYOUTS)
-    _ep.check_group(op, num_experts, group_size, max_tokens_per_rank)
-    _check.dtypes(op, "x", x, (torch.float32, torch.bfloat16, torch.float16))
-    _ep.check_routing(op, x, topk_idx, None)
-    torch._check_value(
-        x.shape[0] <= max_tokens_per_rank,
-        lambda: f"{op}: x has {x.shape[0]} tokens; max_tokens_per_rank is {max_tokens_per_rank}.",
-    )
-    if quant == "fp8":
-        torch._check_value(
-            x.shape[1] % 128 == 0, lambda: f"{op}: x has {x.shape[1]} columns; fp8 needs a multiple of 128."
-        )
+@takes(LlDispatch)
+def _check_args(args: LlDispatch) -> None:
+    op, most = "ll_dispatch", args.max_tokens_per_rank
+    _check.choice(op, "quant", args.quant, QUANTS)
+    _check.choice(op, "layout", args.layout, LAYOUTS)
+    _ep.check_group(op, args.num_experts, args.group_size, most)
+    _check.dtypes(op, "x", args.x, (torch.float32, torch.bfloat16, torch.float16))
+    _ep.check_routing(op, args.x, args.topk_idx, None)
+    tokens, hidden = args.x.shape
+    torch._check_value(tokens <= most, lambda: f"{op}: x has {tokens} tokens; max_tokens_per_rank is {most}.")
+    if args.quant == "fp8":
+        torch._check_value(hidden % 128 == 0, lambda: f"{op}: x has {hidden} columns; fp8 needs a multiple of 128.")
 
 
-def _fake(
-    x: Tensor,
-    topk_idx: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    quant: str,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, ...]:
-    local, hidden = num_experts // group_size, x.shape[1]
-    if layout == "flat":
-        shape: tuple[Any, ...] = (
-            low_latency.ll_rows(group_size, max_tokens_per_rank, topk_idx.shape[1], local),
-        )  # fmt: skip
+@takes(LlDispatch)
+def _fake(args: LlDispatch) -> tuple[Tensor, ...]:
+    x, plain, flat = args.x, args.quant == "none", args.layout == "flat"
+    local, hidden = args.num_experts // args.group_size, x.shape[1]
+    if flat:
+        rows = low_latency.ll_rows(args.group_size, args.max_tokens_per_rank, args.topk_idx.shape[1], local)
+        shape: tuple[Any, ...] = (rows,)
     else:
-        shape = (local, group_size * max_tokens_per_rank)
+        shape = (local, args.group_size * args.max_tokens_per_rank)
     empty = x.new_empty((0,) * (len(shape) + 1), dtype=torch.float32)
+    aux = aux_size(shape[0], args.num_experts) if x.device.type == "npu" and flat else 0
     return (
-        x.new_empty((*shape, hidden), dtype=x.dtype if quant == "none" else torch.float8_e4m3fn),
-        empty if quant == "none" else x.new_empty((*shape, hidden // 128), dtype=torch.float32),
+        x.new_empty((*shape, hidden), dtype=x.dtype if plain else torch.float8_e4m3fn),
+        empty if plain else x.new_empty((*shape, hidden // 128), dtype=torch.float32),
         x.new_empty(local, dtype=torch.int32),
         x.new_empty(shape, dtype=torch.int32),
-        x.new_empty((local, group_size), dtype=torch.int64),
-        x.new_empty(
-            aux_size(shape[0], num_experts) if x.device.type == "npu" and layout == "flat" else 0, dtype=torch.int32
-        ),
+        x.new_empty((local, args.group_size), dtype=torch.int64),
+        x.new_empty(aux, dtype=torch.int32),
     )
 
 
-_NO_BACKWARD = "it is for inference; use ep_dispatch and ep_combine for training."
+NO_BACKWARD = "it is for inference; use ep_dispatch and ep_combine for training."
 _REASON = "rows are moved; quantised ones are rounded the same way everywhere"
 
 LL_DISPATCH = OpDef(
@@ -151,7 +130,7 @@ LL_DISPATCH = OpDef(
     check=_check_args,
     reference=low_latency.ll_dispatch,
     fake=_fake,
-    no_backward=_NO_BACKWARD,
+    no_backward=NO_BACKWARD,
     tolerance={d: Tolerance(0, 0, _REASON) for d in (torch.float32, torch.bfloat16, torch.float16)},
     samples=ll_dispatch_samples,
 )

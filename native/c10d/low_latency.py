@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ascend_deep.native.c10d.plan import compaction, gather_rows
 from ascend_deep.native.c10d.transport import exchange, require_group
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import LlCombine, LlDispatch
 
 __all__ = ["flat_problem", "ll_combine", "ll_dispatch", "ll_rows"]
 
@@ -55,19 +57,11 @@ def _by_expert(topk_idx: Tensor, experts: int, most: int) -> Tensor:
     return torch.where(valid, key * most + rank - (count.cumsum(0) - count)[key], -1).view(tokens, topk)
 
 
-def ll_dispatch(
-    x: Tensor,
-    topk_idx: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    quant: str,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, ...]:
+@takes(LlDispatch)
+def ll_dispatch(args: LlDispatch) -> tuple[Tensor, ...]:
     """As the op says."""
-    ranks, most, experts = int(group_size), int(max_tokens_per_rank), int(num_experts)
+    x, topk_idx, quant, layout, group = args.x, args.topk_idx, args.quant, args.layout, args.group
+    ranks, most, experts = int(args.group_size), int(args.max_tokens_per_rank), int(args.num_experts)
     require_group("ll_dispatch", group, ranks)
     refuse_flat("ll_dispatch", x, layout)
     local_experts = experts // ranks
@@ -118,39 +112,28 @@ def ll_dispatch(
     )
 
 
-def ll_combine(
-    y: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    src_info: Tensor,
-    layout_range: Tensor,
-    aux: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> Tensor:
+@takes(LlCombine)
+def ll_combine(args: LlCombine) -> Tensor:
     """As the op says."""
-    ranks, most, experts = int(group_size), int(max_tokens_per_rank), int(num_experts)
-    require_group("ll_combine", group, ranks)
-    refuse_flat("ll_combine", y, layout)
+    y, topk_idx = args.y, args.topk_idx
+    ranks, most, experts = int(args.group_size), int(args.max_tokens_per_rank), int(args.num_experts)
+    require_group("ll_combine", args.group, ranks)
+    refuse_flat("ll_combine", y, args.layout)
     local_experts = experts // ranks
-    begins, counts = layout_range >> 32, layout_range & 0xFFFFFFFF
+    begins, counts = args.layout_range >> 32, args.layout_range & 0xFFFFFFFF
     slot = torch.arange(most, device=y.device)
     where = begins.unsqueeze(2) + slot
-    if layout == "padded":
+    if args.layout == "padded":
         where = where + torch.arange(local_experts, device=y.device).view(-1, 1, 1) * (ranks * most)
     where = torch.where(slot < counts.unsqueeze(2), where, -1)  # [E/R, R, M]
     hidden = y.shape[-1]
     rows = gather_rows(y.reshape(-1, hidden), where.transpose(0, 1).reshape(-1))
     each = [local_experts * most] * ranks
-    back = exchange(rows, each, each, group, ranks)  # [E, M, H] in the order of the experts
+    back = exchange(rows, each, each, args.group, ranks)  # [E, M, H] in the order of the experts
     position = _by_expert(topk_idx, experts, most)
     out = torch.zeros((topk_idx.shape[0], hidden), dtype=torch.float32, device=y.device)
     for k in range(topk_idx.shape[1]):
         row = gather_rows(back, position[:, k]).to(torch.float32)
-        weight = torch.where(position[:, k] >= 0, topk_weights[:, k].to(torch.float32), 0.0)
+        weight = torch.where(position[:, k] >= 0, args.topk_weights[:, k].to(torch.float32), 0.0)
         out = out + weight.unsqueeze(1) * row
     return out.to(y.dtype)

@@ -24,10 +24,10 @@ from ascend_deep.native.c10d.plan import (
     send_slots,
 )
 from ascend_deep.native.c10d.transport import exchange, require_group
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import EpCombine, EpDispatch, EpDispatchCached
 
 __all__ = ["ep_combine", "ep_dispatch", "ep_dispatch_cached", "ep_layout", "expanded_bound"]
-
-Handle = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def expanded_bound(ranks: int, max_tokens: int, topk: int, local_experts: int, alignment: int) -> int:
@@ -65,22 +65,13 @@ def _agree(sent: Tensor, told: dict[str, int], group: str, size: int) -> Tensor:
     return answer[:, 0].clone()
 
 
-def ep_dispatch(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    expert_alignment: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, ...]:
+@takes(EpDispatch)
+def ep_dispatch(args: EpDispatch) -> tuple[Tensor, ...]:
     """As the op says."""
-    experts, most, alignment, ranks = int(num_experts), int(max_tokens_per_rank), int(expert_alignment), int(group_size)
+    x, x_sf, topk_idx, topk_weights, *_ = args
+    expand, cpu_sync, group = args.expand, args.cpu_sync, args.group
+    experts, most, ranks = int(args.num_experts), int(args.max_tokens_per_rank), int(args.group_size)
+    alignment = int(args.expert_alignment)
     require_group("ep_dispatch", group, ranks)
     local_experts, device = experts // ranks, x.device
     topk = topk_idx.shape[1]
@@ -201,100 +192,70 @@ def _how(most: int, expand: bool, cpu_sync: bool) -> int:
     return 4 * most + 2 * cpu_sync + expand
 
 
-def _splits(
-    op: str, splits: Tensor, expand: bool, cpu_sync: bool, ranks: int, most: int
-) -> tuple[list[int], list[int]]:
+def _splits(op: str, args: EpDispatchCached | EpCombine) -> tuple[list[int], list[int]]:
     """Rows sent to, and received from, every rank in the dispatch; raises if that had other attributes."""
-    sent, received, (how, *_) = splits.tolist()
+    ranks, most = int(args.group_size), int(args.max_tokens_per_rank)
+    static = [most] * ranks
+    # The type is exact: fake tensors, of a graph that is being made, have no values.
+    if not args.cpu_sync and type(args.splits) is not Tensor:
+        return static, static
+    sent, received, (how, *_) = args.splits.tolist()
     for name, given, made in (
-        ("expand", expand, bool(how & 1)),
-        ("cpu_sync", cpu_sync, bool(how & 2)),
+        ("expand", args.expand, bool(how & 1)),
+        ("cpu_sync", args.cpu_sync, bool(how & 2)),
         ("max_tokens_per_rank", most, how >> 2),
     ):
         if given != made:
             raise ValueError(f"{op}: {name} is {given}, but the handle is of a dispatch where it was {made}.")
-    return (sent, received) if cpu_sync else ([most] * ranks, [most] * ranks)
+    return (sent, received) if args.cpu_sync else (static, static)
 
 
-def _starts(splits: Tensor, cpu_sync: bool, ranks: int, most: int, device: torch.device) -> Tensor:
-    """First row for every rank in the send buffer, [R] i64."""
-    if not cpu_sync:
-        return torch.arange(ranks, device=device) * most
-    sizes = splits[0].to(device)
-    return sizes.cumsum(0) - sizes
+def _positions(args: EpDispatchCached | EpCombine) -> Tensor:
+    """Row of every choice in the send buffer of the dispatch, [T, K] i64; -1 for none."""
+    most, device = int(args.max_tokens_per_rank), args.dst_slot.device
+    if args.cpu_sync:
+        sizes = args.splits[0].to(device)
+        starts = sizes.cumsum(0) - sizes
+    else:
+        starts = torch.arange(int(args.group_size), device=device) * most
+    return positions(args.dst_slot, starts, most)
 
 
-def ep_dispatch_cached(
-    x: Tensor,
-    x_sf: Tensor | None,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    psum_rank: Tensor,
-    psum_expert: Tensor,
-    src_meta: Tensor,
-    dst_slot: Tensor,
-    aux: Tensor,
-    splits: Tensor,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    num_recv: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+@takes(EpDispatchCached)
+def ep_dispatch_cached(args: EpDispatchCached) -> tuple[Tensor, Tensor, Tensor]:
     """As the op says."""
-    ranks, most = int(group_size), int(max_tokens_per_rank)
-    require_group("ep_dispatch_cached", group, ranks)
-    sent, received = _splits("ep_dispatch_cached", splits, expand, cpu_sync, ranks, most)
-    token = scattering(positions(dst_slot, _starts(splits, cpu_sync, ranks, most, x.device), most), sum(sent))
+    ranks, most, expand = int(args.group_size), int(args.max_tokens_per_rank), args.expand
+    require_group("ep_dispatch_cached", args.group, ranks)
+    sent, received = _splits("ep_dispatch_cached", args)
+    token = scattering(_positions(args), sum(sent))
 
     def move(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
-        out = exchange(gather_rows(t, token, not cpu_sync), received, sent, group, ranks)
-        return out if cpu_sync else gather_rows(out, compaction(psum_rank, most)[0])
+        out = exchange(gather_rows(t, token, not args.cpu_sync), received, sent, args.group, ranks)
+        return out if args.cpu_sync else gather_rows(out, compaction(args.psum_rank, most)[0])
 
-    rows, scales, weights = move(x), move(x_sf), move(topk_weights)
+    rows, scales, weights = move(args.x), move(args.x_sf), move(args.topk_weights)
     assert rows is not None
-    lanes = src_meta[:, 2:].to(torch.int64)
+    lanes = args.src_meta[:, 2:].to(torch.int64)
     if weights is not None:
         weights = torch.where(lanes >= 0, weights, _zero(weights))
-    rows, scales, weights = _delivered(rows, scales, weights, lanes, int(num_recv), expand)
-    sf, w = _or_empty(x, scales, weights, dst_slot.shape[1], expand, None)
+    rows, scales, weights = _delivered(rows, scales, weights, lanes, int(args.num_recv), expand)
+    sf, w = _or_empty(args.x, scales, weights, args.dst_slot.shape[1], expand, None)
     return rows, sf, w
 
 
-def ep_combine(
-    y: Tensor,
-    topk_weights: Tensor | None,
-    bias0: Tensor | None,
-    bias1: Tensor | None,
-    topk_idx: Tensor,
-    psum_rank: Tensor,
-    psum_expert: Tensor,
-    src_meta: Tensor,
-    dst_slot: Tensor,
-    aux: Tensor,
-    splits: Tensor,
-    *,
-    num_experts: int,
-    max_tokens_per_rank: int,
-    expand: bool,
-    cpu_sync: bool,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
+@takes(EpCombine)
+def ep_combine(args: EpCombine) -> tuple[Tensor, Tensor]:
     """As the op says."""
-    ranks, most = int(group_size), int(max_tokens_per_rank)
+    ranks, most, y, group = int(args.group_size), int(args.max_tokens_per_rank), args.y, args.group
     require_group("ep_combine", group, ranks)
-    sent, received = _splits("ep_combine", splits, expand, cpu_sync, ranks, most)
-    tokens, topk = dst_slot.shape
+    sent, received = _splits("ep_combine", args)
+    tokens, topk = args.dst_slot.shape
     compute = torch.float64 if y.dtype == torch.float64 else torch.float32
-    lanes = src_meta[:, 2:].to(torch.int64)
-    rows, weights = y, topk_weights
-    if expand:
+    lanes = args.src_meta[:, 2:].to(torch.int64)
+    rows, weights = y, args.topk_weights
+    if args.expand:
         total = torch.zeros((lanes.shape[0], y.shape[1]), dtype=compute, device=y.device)
         for k in range(topk):
             total = total + gather_rows(y, lanes[:, k]).to(compute)
@@ -303,22 +264,22 @@ def ep_combine(
             weights = gather_rows(weights, lanes)
     elif weights is not None:
         weights = torch.where(lanes >= 0, weights, _zero(weights))
-    if not cpu_sync:
-        packed = compaction(psum_rank, most)[1]
+    if not args.cpu_sync:
+        packed = compaction(args.psum_rank, most)[1]
         rows = gather_rows(rows, packed)
         weights = None if weights is None else gather_rows(weights, packed)
     back = exchange(rows, sent, received, group, ranks)
-    position = positions(dst_slot, _starts(splits, cpu_sync, ranks, most, y.device), most)
+    position = _positions(args)
     out = torch.zeros((tokens, y.shape[1]), dtype=compute, device=y.device)
-    for bias in (bias0, bias1):
+    for bias in (args.bias0, args.bias1):
         if bias is not None:
             out = out + bias.to(compute)
     for k in range(topk):
         out = out + gather_rows(back, position[:, k]).to(compute)
     if weights is None:
         return out.to(y.dtype), y.new_empty((0, topk), dtype=torch.float32)
-    owner = owners(topk_idx, int(num_experts), ranks)
-    carrier = row_of_lane(position, dst_slot, owner, ranks, most)
+    owner = owners(args.topk_idx, int(args.num_experts), ranks)
+    carrier = row_of_lane(position, args.dst_slot, owner, ranks, most)
     returned = exchange(weights, sent, received, group, ranks)
     lane = torch.arange(topk, device=y.device)
     return out.to(y.dtype), gather_rows(returned.reshape(-1), torch.where(carrier >= 0, carrier * topk + lane, -1))

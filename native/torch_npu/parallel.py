@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import LlCombine, LlDispatch
 from ascend_deep.native.torch_npu._call import Spec
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.soc import Target
@@ -55,21 +57,12 @@ def _choices(topk_idx: Tensor, most: int, experts: int) -> tuple[Tensor, Tensor]
     return torch.where(active, ids, free.gather(1, place)).to(torch.int32), active
 
 
-def ll_dispatch(
-    x: Tensor,
-    topk_idx: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    quant: str,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> tuple[Tensor, ...]:
-    """As the op says; the schema's arguments."""
-    most, experts, ranks = int(max_tokens_per_rank), int(num_experts), int(group_size)
-    name, rank = _communicator(group)
-    ids, active = _choices(topk_idx, most, experts)
+@takes(LlDispatch)
+def ll_dispatch(args: LlDispatch) -> tuple[Tensor, ...]:
+    """As the op says."""
+    x, most, experts, ranks = args.x, int(args.max_tokens_per_rank), int(args.num_experts), int(args.group_size)
+    name, rank = _communicator(args.group)
+    ids, active = _choices(args.topk_idx, most, experts)
     padded = torch.cat((x, x.new_zeros((most - x.shape[0], x.shape[1]))))
     rows, _, info, counts, received, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
         padded, ids, name, ranks, rank, experts, x_active_mask=active, global_bs=most * ranks, expert_token_nums_type=1
@@ -87,53 +80,41 @@ def ll_dispatch(
     )
 
 
-def ll_combine(
-    y: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    src_info: Tensor,
-    layout_range: Tensor,
-    aux: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> Tensor:
-    """As the op says; the schema's arguments."""
-    most, experts, ranks = int(max_tokens_per_rank), int(num_experts), int(group_size)
-    name, rank = _communicator(group)
-    ids, active = _choices(topk_idx, most, experts)
-    tokens, topk = topk_idx.shape
-    weights = topk_weights.to(torch.float32)
+@takes(LlCombine)
+def ll_combine(args: LlCombine) -> Tensor:
+    """As the op says."""
+    most, experts, ranks = int(args.max_tokens_per_rank), int(args.num_experts), int(args.group_size)
+    name, rank = _communicator(args.group)
+    ids, active = _choices(args.topk_idx, most, experts)
+    tokens, topk = args.topk_idx.shape
+    weights = args.topk_weights.to(torch.float32)
     scales = torch.cat((weights, weights.new_zeros((most - tokens, topk))))
     scales = torch.where(active, scales, torch.zeros_like(scales))  # void choices may have any weight, NaN too
-    info, received = aux[: aux.shape[0] - experts], aux[aux.shape[0] - experts :]
+    info, received = args.aux[: args.aux.shape[0] - experts], args.aux[args.aux.shape[0] - experts :]
     out = torch.ops.npu.npu_moe_distribute_combine_v2(
-        y, ids, info, received, scales, name, ranks, rank, experts, x_active_mask=active, global_bs=most * ranks
+        args.y, ids, info, received, scales, name, ranks, rank, experts, x_active_mask=active, global_bs=most * ranks
     )
     return out[:tokens].clone()
 
 
-def _pair(
-    target: Target, dtype: torch.dtype, hidden: Any, topk: Any, most: int, experts: int, ranks: int, layout: str
-) -> str | None:
-    """Why the vendor's dispatch or its combine would not take a call, or both; ``None``: both do."""
-    if layout != "flat":
-        return f"layout is {layout!r}; the vendor's ops have the flat one."
+def _pair(target: Target, x: Tensor, args: LlDispatch | LlCombine) -> str | None:
+    """Why the vendor's dispatch or its combine would not take a call, or both; ``None``: both do. ``x`` [.., H]."""
+    if args.layout != "flat":
+        return f"layout is {args.layout!r}; the vendor's ops have the flat one."
+    most, experts, ranks = int(args.max_tokens_per_rank), int(args.num_experts), int(args.group_size)
+    hidden, topk = x.shape[-1], args.topk_idx.shape[1]
     local = max(experts // ranks, 1)
     rows = ranks * most * min(topk, local)
     ids, mask = Spec((most, topk), torch.int32), Spec((most, topk), torch.bool)
     given: dict[str, Any] = {"x_active_mask": mask, "global_bs": most * ranks}
     group = ("name", ranks, 0, experts)
-    first = refusal(DISPATCH, target, Spec((most, hidden), dtype), ids, *group, **given)
+    first = refusal(DISPATCH, target, Spec((most, hidden), x.dtype), ids, *group, **given)
     if first is not None:
         return first
     second = refusal(
         COMBINE,
         target,
-        Spec((rows, hidden), dtype),
+        Spec((rows, hidden), x.dtype),
         ids,
         Spec((rows * 128,), torch.int32),
         Spec((experts,), torch.int32),
@@ -162,44 +143,15 @@ def _buffer(most: int, ranks: int, local: int, topk: int, hidden: int) -> str | 
     )
 
 
-def dispatch_limits(
-    target: Target,
-    x: Tensor,
-    topk_idx: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    quant: str,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> str | None:
+@takes(LlDispatch)
+def dispatch_limits(target: Target, args: LlDispatch) -> str | None:
     """Why the vendor's ops do not compute this call of ``ll_dispatch``; ``None`` if they do."""
-    if quant != "none":
-        return f"quant is {quant!r}; the vendor's op has no FP8 with one scale per 128 columns."
-    return _pair(
-        target, x.dtype, x.shape[1], topk_idx.shape[1], int(max_tokens_per_rank), int(num_experts), int(group_size),
-        layout,
-    )  # fmt: skip
+    if args.quant != "none":
+        return f"quant is {args.quant!r}; the vendor's op has no FP8 with one scale per 128 columns."
+    return _pair(target, args.x, args)
 
 
-def combine_limits(
-    target: Target,
-    y: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    src_info: Tensor,
-    layout_range: Tensor,
-    aux: Tensor,
-    *,
-    max_tokens_per_rank: int,
-    num_experts: int,
-    layout: str,
-    group_size: int,
-    group: str,
-) -> str | None:
+@takes(LlCombine)
+def combine_limits(target: Target, args: LlCombine) -> str | None:
     """Why the vendor's ops do not compute this call of ``ll_combine``; ``None`` if they do."""
-    return _pair(
-        target, y.dtype, y.shape[-1], topk_idx.shape[1], int(max_tokens_per_rank), int(num_experts), int(group_size),
-        layout,
-    )  # fmt: skip
+    return _pair(target, args.y, args)
