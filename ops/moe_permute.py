@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoePermute
 from ascend_deep.ops import _check
 from ascend_deep.ops._moe_permute_samples import permute_samples
 from ascend_deep.ops._op import OpDef, Tolerance
@@ -71,17 +73,10 @@ def moe_permute(
     )
 
 
-def _check_permute(
-    x: Tensor,
-    x_sf: Tensor | None,
-    idx: Tensor,
-    weights: Tensor | None,
-    *,
-    num_experts: int,
-    expert_offset: int,
-    alignment: int,
-) -> None:
-    op = "moe_permute"
+@takes(MoePermute)
+def _check_permute(args: MoePermute) -> None:
+    op, x, x_sf, idx, weights = "moe_permute", args.x, args.x_sf, args.topk_idx, args.topk_weights
+    num_experts, alignment = args.num_experts, args.alignment
     _check.dtypes(op, "x", x, _ROWS)
     _check.rank(op, "x", x, "[T, H]", 2)
     _check.dtypes(op, "idx", idx, _check.INDEX)
@@ -106,17 +101,11 @@ def _rows(idx: Tensor, num_experts: Any, alignment: Any) -> Any:
     return (idx.shape[0] * idx.shape[1] + num_experts * (alignment - 1)) // alignment * alignment
 
 
-def _permute(
-    x: Tensor,
-    x_sf: Tensor | None,
-    idx: Tensor,
-    weights: Tensor | None,
-    *,
-    num_experts: int,
-    expert_offset: int,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    local = idx.reshape(-1).to(torch.int64) - expert_offset
+@takes(MoePermute)
+def _permute(args: MoePermute) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, x_sf, idx, weights = args.x, args.x_sf, args.topk_idx, args.topk_weights
+    num_experts, alignment = args.num_experts, args.alignment
+    local = idx.reshape(-1).to(torch.int64) - args.expert_offset
     is_local = (local >= 0) & (local < num_experts)
     local = torch.where(is_local, local, num_experts)
     rows = _rows(idx, num_experts, alignment)
@@ -160,24 +149,23 @@ def _take(source: Tensor, index: Tensor, fill: int) -> Tensor:
     return out
 
 
-def _fake_permute(
-    x: Tensor,
-    x_sf: Tensor | None,
-    idx: Tensor,
-    weights: Tensor | None,
-    *,
-    num_experts: int,
-    expert_offset: int,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = _rows(idx, num_experts, alignment)
+@takes(MoePermute)
+def _fake_permute(args: MoePermute) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, x_sf, idx, weights = args.x, args.x_sf, args.topk_idx, args.topk_weights
+    rows = _rows(idx, args.num_experts, args.alignment)
     return (
         x.new_empty((rows, x.shape[1])),
         x.new_empty(0) if x_sf is None else x_sf.new_empty((rows, x_sf.shape[1])),
         x.new_empty(0, dtype=torch.float32) if weights is None else weights.new_empty(rows),
-        idx.new_empty(num_experts, dtype=torch.int32),
+        idx.new_empty(args.num_experts, dtype=torch.int32),
         idx.new_empty(idx.shape, dtype=torch.int32),
     )
+
+
+@takes(MoePermute)
+def _debug_permute(args: MoePermute) -> None:
+    if args.expert_offset == 0:
+        check_ids("moe_permute", args.topk_idx, args.num_experts)
 
 
 def _setup_permute(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -216,9 +204,7 @@ MOE_PERMUTE = OpDef(
     fake=_fake_permute,
     setup_context=_setup_permute,
     backward=_backward_permute,
-    debug=lambda x, x_sf, idx, weights, *, num_experts, expert_offset, alignment: (
-        check_ids("moe_permute", idx, num_experts) if expert_offset == 0 else None
-    ),
+    debug=_debug_permute,
     tolerance={dtype: Tolerance(0.0, 0.0, _MOVE) for dtype in _ROWS},
     samples=permute_samples,
     differentiable=("x", "topk_weights"),

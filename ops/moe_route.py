@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoeRoute
 from ascend_deep.ops import _check
 from ascend_deep.ops._moe_route_samples import GROUP_FILLS, GROUP_SCORES, RENORMS, SCORINGS, SELECTS, samples
 from ascend_deep.ops._op import OpDef, Tolerance
@@ -93,28 +95,16 @@ def moe_route(
     )
 
 
-def _check_args(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    topk: int,
-    scoring: str,
-    select: str,
-    renorm: str,
-    eps: float,
-    scale: float,
-    n_group: int,
-    topk_group: int,
-    group_score: str,
-    group_fill: str,
-) -> None:
+@takes(MoeRoute)
+def _check_args(args: MoeRoute) -> None:
+    logits, bias, topk, n_group, topk_group = args.logits, args.bias, args.topk, args.n_group, args.topk_group
     _check.dtypes(_OP, "logits", logits, _check.FLOATING)
     _check.rank(_OP, "logits", logits, "[T, E]", 2)
-    _check.choice(_OP, "scoring", scoring, SCORINGS)
-    _check.choice(_OP, "select", select, SELECTS)
-    _check.choice(_OP, "renorm", renorm, RENORMS)
-    _check.choice(_OP, "group_score", group_score, GROUP_SCORES)
-    _check.choice(_OP, "group_fill", group_fill, GROUP_FILLS)
+    _check.choice(_OP, "scoring", args.scoring, SCORINGS)
+    _check.choice(_OP, "select", args.select, SELECTS)
+    _check.choice(_OP, "renorm", args.renorm, RENORMS)
+    _check.choice(_OP, "group_score", args.group_score, GROUP_SCORES)
+    _check.choice(_OP, "group_fill", args.group_fill, GROUP_FILLS)
     experts = logits.shape[1]
     torch._check_value(topk >= 1, lambda: f"{_OP}: topk is {topk}; it must be at least 1.")
     torch._check_value(topk <= experts, lambda: f"{_OP}: topk is {topk}, but logits have only {experts} experts.")
@@ -176,7 +166,7 @@ def _topk(values: Tensor, k: int, last: Tensor | None = None) -> Tensor:
     return ((key << 32) | position).topk(k, -1).indices
 
 
-def _keep_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
+def _dropped(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
     """Mask [T, E] of the experts whose group was not kept."""
     grouped = choice.unflatten(-1, (n_group, -1))
     grouped = torch.where(grouped.isnan(), -torch.inf, grouped)
@@ -188,40 +178,27 @@ def _keep_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str
     return dropped.repeat_interleave(size, -1)
 
 
-def _reference(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    topk: int,
-    scoring: str,
-    select: str,
-    renorm: str,
-    eps: float,
-    scale: float,
-    n_group: int,
-    topk_group: int,
-    group_score: str,
-    group_fill: str,
-) -> tuple[Tensor, Tensor]:
-    logits = logits.to(_check.compute_dtype(logits.dtype))
-    scores = _score(logits, scoring) if select == "scores" else logits
-    choice = scores if bias is None else scores + bias.to(scores.dtype)
+@takes(MoeRoute)
+def _reference(args: MoeRoute) -> tuple[Tensor, Tensor]:
+    logits = args.logits.to(_check.compute_dtype(args.logits.dtype))
+    scores = _score(logits, args.scoring) if args.select == "scores" else logits
+    choice = scores if args.bias is None else scores + args.bias.to(scores.dtype)
     last = None
-    if n_group != 1:
-        dropped = _keep_groups(choice, n_group, topk_group, group_score)
-        if group_fill == "zero":
+    if args.n_group != 1:
+        dropped = _dropped(choice, args.n_group, args.topk_group, args.group_score)
+        if args.group_fill == "zero":
             choice = choice.masked_fill(dropped, 0.0)
         else:
             last = dropped
-    idx = _topk(choice, topk, last)
+    idx = _topk(choice, args.topk, last)
     weights = scores.gather(-1, idx)
-    if select == "logits":
-        weights = _score(weights, scoring)
-    if renorm == "sum":
-        weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    elif renorm == "clamp":
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=eps)
-    return (weights * scale).contiguous(), idx
+    if args.select == "logits":
+        weights = _score(weights, args.scoring)
+    if args.renorm == "sum":
+        weights = weights / (weights.sum(-1, keepdim=True) + args.eps)
+    elif args.renorm == "clamp":
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=args.eps)
+    return (weights * args.scale).contiguous(), idx
 
 
 def _fake(logits: Tensor, bias: Tensor | None, *, topk: int, **_: Any) -> tuple[Tensor, Tensor]:

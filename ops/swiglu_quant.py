@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import SwigluQuant
 from ascend_deep.ops import _check, _quant, _sf
 from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops._quant_samples import swiglu_quant_samples
@@ -54,60 +56,31 @@ def swiglu_quant(
     return call("swiglu_quant", h, row_weight, **attributes, gran_k=gran_k, ue8m0=ue8m0, sf_format=sf_format)
 
 
-def _check_args(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> None:
-    check_gated("swiglu_quant", h, row_weight, act, alpha, limit)
+@takes(SwigluQuant)
+def _check_args(args: SwigluQuant) -> None:
+    op, h = "swiglu_quant", args.h
+    check_gated(op, h, args.row_weight, args.act, args.alpha, args.limit)
     if h.dim() < 2:
-        raise ValueError(f"swiglu_quant: h has {h.dim()} dimensions; it must be [..., M, 2 I].")
-    _sf.check_format("swiglu_quant", sf_format, _quant.check_gran_k("swiglu_quant", gran_k), ue8m0)
+        raise ValueError(f"{op}: h has {h.dim()} dimensions; it must be [..., M, 2 I].")
+    _sf.check_format(op, args.sf_format, _quant.check_gran_k(op, args.gran_k), args.ue8m0)
 
 
-def _reference(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    gate, up = halves(h.to(torch.float32), interleaved)
-    out = ACTIVATIONS[act].forward(gate, up, alpha, limit)
-    if row_weight is not None:
-        out = out * row_weight.to(torch.float32).unsqueeze(-1)
-    data, scale = _quant.fp8(out, (1, gran_k), ue8m0)
-    return data, _quant.write_scales(scale, sf_format)
+@takes(SwigluQuant)
+def _reference(args: SwigluQuant) -> tuple[Tensor, Tensor]:
+    gate, up = halves(args.h.to(torch.float32), args.interleaved)
+    out = ACTIVATIONS[args.act].forward(gate, up, args.alpha, args.limit)
+    if args.row_weight is not None:
+        out = out * args.row_weight.to(torch.float32).unsqueeze(-1)
+    data, scale = _quant.fp8(out, (1, args.gran_k), args.ue8m0)
+    return data, _quant.write_scales(scale, args.sf_format)
 
 
-def _fake(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    *lead, rows, columns = h.shape
+@takes(SwigluQuant)
+def _fake(args: SwigluQuant) -> tuple[Tensor, Tensor]:
+    *lead, rows, columns = args.h.shape
     return (
-        h.new_empty((*lead, rows, columns // 2), dtype=_sf.FP8),
-        _quant.empty_scales(h, lead, rows, columns // 2, (1, int(gran_k)), sf_format),
+        args.h.new_empty((*lead, rows, columns // 2), dtype=_sf.FP8),
+        _quant.empty_scales(args.h, lead, rows, columns // 2, (1, int(args.gran_k)), args.sf_format),
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoePermute
 from ascend_deep.native.torch_npu import rows
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.checks import refusal
@@ -117,18 +119,11 @@ def scales_with(target: Target, y: torch.dtype, scales: torch.dtype) -> tuple[to
     return (y, torch.float32) if torch.float32 in accepted else (torch.float32, torch.float32)
 
 
-def moe_permute(
-    x: Tensor,
-    x_sf: Tensor | None,
-    idx: Tensor,
-    weights: Tensor | None,
-    *,
-    num_experts: int,
-    expert_offset: int,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the op says; the schema's arguments."""
-    ordered, row_map, counts = sorted_rows(x, idx, num_experts, expert_offset)
+@takes(MoePermute)
+def moe_permute(args: MoePermute) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the op says."""
+    x, idx, weights = args.x, args.topk_idx, args.topk_weights
+    ordered, row_map, counts = sorted_rows(x, idx, args.num_experts, args.expert_offset)
     psum = counts.cumsum(0)
     filled = torch.arange(ordered.shape[0], device=x.device) < psum[-1]
     return (
@@ -140,23 +135,14 @@ def moe_permute(
     )
 
 
-def permute_limits(
-    target: Target,
-    x: Tensor,
-    x_sf: Tensor | None,
-    idx: Tensor,
-    weights: Tensor | None,
-    *,
-    num_experts: int,
-    expert_offset: int,
-    alignment: int,
-) -> str | None:
+@takes(MoePermute)
+def permute_limits(target: Target, args: MoePermute) -> str | None:
     """Why the vendor's op does not compute this call of ``moe_permute``; ``None`` if it does."""
-    if alignment != 1:
-        return f"alignment is {alignment}; the vendor's op packs the blocks without gaps."
-    if x_sf is not None:
+    if args.alignment != 1:
+        return f"alignment is {args.alignment}; the vendor's op packs the blocks without gaps."
+    if args.x_sf is not None:
         return "there are scale factors; the vendor's op moves one float per row at most."
-    return sort_refusal(target, x, idx, num_experts)
+    return sort_refusal(target, args.x, args.topk_idx, args.num_experts)
 
 
 def moe_combine(y: Tensor, row_map: Tensor, bias: Tensor | None, *, order: str) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import SwigluQuant
 from ascend_deep.native.torch_npu import soc
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.activation import PLAIN, activate
@@ -65,46 +67,26 @@ def _limits(target: Target, x: Tensor | Spec, dtype: torch.dtype, gran_k: int) -
     return refusal("npu_dynamic_mx_quant", target, Spec(tuple(x.shape), dtype), **_how(gran_k))
 
 
-def swiglu_quant(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
-    """As the op says; the schema's arguments. float32 between the activation and the codes."""
+@takes(SwigluQuant)
+def swiglu_quant(args: SwigluQuant) -> tuple[Tensor, Tensor]:
+    """As the op says. float32 between the activation and the codes."""
     target = soc.current()
     assert target is not None  # the limits refuse where there is none
-    out = activate(h.to(torch.float32).contiguous(), act, alpha, limit, interleaved, True, target)
-    if row_weight is not None:
-        out = out * row_weight.to(torch.float32).unsqueeze(-1)
-    return _quantised(out, gran_k, sf_format)
+    h = args.h.to(torch.float32).contiguous()
+    out = activate(h, args.act, args.alpha, args.limit, args.interleaved, True, target)
+    if args.row_weight is not None:
+        out = out * args.row_weight.to(torch.float32).unsqueeze(-1)
+    return _quantised(out, args.gran_k, args.sf_format)
 
 
-def swiglu_quant_limits(
-    target: Target,
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> str | None:
+@takes(SwigluQuant)
+def swiglu_quant_limits(target: Target, args: SwigluQuant) -> str | None:
     """Why the vendor's ops do not compute this call of ``swiglu_quant``; ``None`` if they do."""
-    if h.dtype == torch.float64:
+    if args.h.dtype == torch.float64:
         return "h has dtype torch.float64; the vendor's ops have 16 and 32 bits."
-    if act not in (*PLAIN, "swiglu_oai", "silu_clamp"):
-        return f"act is {act!r}, which this provider does not compute."
-    if not ue8m0:
+    if args.act not in (*PLAIN, "swiglu_oai", "silu_clamp"):
+        return f"act is {args.act!r}, which this provider does not compute."
+    if not args.ue8m0:
         return _NO_BOUND
-    half = (*h.shape[:-1], h.shape[-1] // 2)
-    return _limits(target, Spec(half, torch.float32), torch.float32, int(gran_k))
+    half = (*args.h.shape[:-1], args.h.shape[-1] // 2)
+    return _limits(target, Spec(half, torch.float32), torch.float32, int(args.gran_k))
