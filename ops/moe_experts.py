@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoeExperts, MoeExpertsBackward
 from ascend_deep.ops import _check
 from ascend_deep.ops._moe_experts_samples import samples
 from ascend_deep.ops._op import OpDef, Tolerance, call
@@ -38,6 +40,7 @@ __all__ = [
     "active_experts",
     "check_experts",
     "first_weight",
+    "inner_first",
     "moe_experts",
     "split_gate_up",
 ]
@@ -110,24 +113,10 @@ def moe_experts(
     )
 
 
-def check_experts(
-    op: str,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-) -> None:
+def check_experts(op: str, args: MoeExperts | MoeExpertsBackward) -> None:
     """The argument checks that forward and backward share. They run on every call: tests first, sentences after."""
+    x, idx, weights, w13, w2, w3 = args.x, args.idx, args.weights, args.w13, args.w2, args.w3
+    weight_layout, interleaved = args.weight_layout, args.interleaved
     if weight_layout not in WEIGHT_LAYOUTS:
         _check.choice(op, "weight_layout", weight_layout, WEIGHT_LAYOUTS)
     dtype = x.dtype
@@ -167,7 +156,7 @@ def check_experts(
             f"{op}: w13 has N = {n} and w2 has I = {i}; N must be 2 I (gate and up) or I (no gate), "
             f"in layout {weight_layout!r}."
         )
-    check_activation(op, act, alpha, limit, gated)
+    check_activation(op, args.act, args.alpha, args.limit, gated)
     if interleaved and not gated:
         raise ValueError(f"{op}: interleaved is True, but w13 has no up half (N = I = {i}).")
     if w13.dtype != dtype or w2.dtype != dtype:
@@ -176,10 +165,10 @@ def check_experts(
     device = x.device
     if not (device == idx.device == weights.device == w13.device == w2.device):
         _check.same_device(op, "x", x, idx=idx, weights=weights, w13=w13, w2=w2)
-    if b13 is not None:
-        _check_bias(op, x, "b13", b13, "[E, N]", experts, n if w3 is None else 2 * n)
-    if b2 is not None:
-        _check_bias(op, x, "b2", b2, "[E, H]", experts, hidden)
+    if args.b13 is not None:
+        _check_bias(op, x, "b13", args.b13, "[E, N]", experts, n if w3 is None else 2 * n)
+    if args.b2 is not None:
+        _check_bias(op, x, "b2", args.b2, "[E, H]", experts, hidden)
 
 
 def _check_up(op: str, x: Tensor, w13: Tensor, w3: Tensor, n: Any, i: Any, interleaved: bool) -> None:
@@ -201,43 +190,13 @@ def _check_bias(op: str, x: Tensor, name: str, bias: Tensor, shape: str, experts
     _check.same_device(op, "x", x, **{name: bias})
 
 
-def _check_args(
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_experts(
-        "moe_experts",
-        x,
-        idx,
-        weights,
-        w13,
-        b13,
-        w2,
-        b2,
-        w3,
-        act=act,
-        alpha=alpha,
-        limit=limit,
-        interleaved=interleaved,
-        weight_layout=weight_layout,
-    )
-    if out_dtype is not None and out_dtype not in _check.FLOATING:
-        raise TypeError(f"moe_experts: out_dtype is {out_dtype}; it must be a floating dtype of 16, 32 or 64 bits.")
+@takes(MoeExperts)
+def _check_args(args: MoeExperts) -> None:
+    check_experts("moe_experts", args)
+    if args.out_dtype is not None and args.out_dtype not in _check.FLOATING:
+        raise TypeError(
+            f"moe_experts: out_dtype is {args.out_dtype}; it must be a floating dtype of 16, 32 or 64 bits."
+        )
 
 
 def active_experts(idx: Tensor, experts: int, expert_offset: int) -> list[tuple[int, Tensor]]:
@@ -257,6 +216,13 @@ def active_experts(idx: Tensor, experts: int, expert_offset: int) -> list[tuple[
     return found
 
 
+def inner_first(args: MoeExperts | MoeExpertsBackward) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w13, w2 and w3 as [E, what is summed, what results] views, whatever the layout."""
+    if args.weight_layout == "ekn":
+        return args.w13, args.w2, args.w3
+    return args.w13.transpose(1, 2), args.w2.transpose(1, 2), None if args.w3 is None else args.w3.transpose(1, 2)
+
+
 def first_weight(w13: Tensor, w3: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
     """The first weight [H, N] of one expert, from w13 and w3 as [E, H, ..]; gate before up if they are two tensors."""
     first = w13[expert].to(dtype)
@@ -273,53 +239,36 @@ def split_gate_up(h: Tensor, gated: bool, interleaved: bool) -> tuple[Tensor, Te
     return h[:, :half], h[:, half:]
 
 
-def _reference(
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+@takes(MoeExperts)
+def _reference(args: MoeExperts) -> Tensor:
+    x, b13, b2, on_input = args.x, args.b13, args.b2, args.weight_on_input
     dtype = _check.compute_dtype(x.dtype)
-    activation = ACTIVATIONS[act]
-    if weight_layout == "enk":
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        w3 = None if w3 is None else w3.transpose(1, 2)
+    activation = ACTIVATIONS[args.act]
+    w13, w2, w3 = inner_first(args)
     gated = w3 is not None or w13.shape[2] != w2.shape[1]
-    slots = idx.shape[1]
-    flat_weights = weights.reshape(-1)
+    slots = args.idx.shape[1]
+    flat_weights = args.weights.reshape(-1)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    for e, positions in active_experts(idx, w13.shape[0], expert_offset):
+    for e, positions in active_experts(args.idx, w13.shape[0], args.expert_offset):
         tokens = positions // slots
         weight = flat_weights[positions].to(dtype).unsqueeze(1)
         rows = x[tokens].to(dtype)
-        if weight_on_input:
+        if on_input:
             rows = rows * weight
         h = rows @ first_weight(w13, w3, e, dtype)
         if b13 is not None:
             h += b13[e]
-        gate, up = split_gate_up(h, gated, interleaved)
-        y = activation.forward(gate, up, alpha, limit) @ w2[e].to(dtype)
+        gate, up = split_gate_up(h, gated, args.interleaved)
+        y = activation.forward(gate, up, args.alpha, args.limit) @ w2[e].to(dtype)
         if b2 is not None:
             y += b2[e]
-        out.index_add_(0, tokens, y if weight_on_input else y * weight)
-    return out.to(out_dtype or x.dtype)
+        out.index_add_(0, tokens, y if on_input else y * weight)
+    return out.to(args.out_dtype or x.dtype)
 
 
-def _fake(x: Tensor, *_: Any, out_dtype: torch.dtype | None, **__: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+@takes(MoeExperts)
+def _fake(args: MoeExperts) -> Tensor:
+    return args.x.new_empty(args.x.shape, dtype=args.out_dtype or args.x.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
@@ -352,9 +301,10 @@ def _autocast(
     return (cast(x), idx, weights, *(cast(t) for t in rest)), kwargs
 
 
-def _debug(x: Tensor, idx: Tensor, weights: Tensor, w13: Tensor, *_: Any, expert_offset: int, **__: Any) -> None:
-    if expert_offset == 0:
-        check_ids("moe_experts", idx, w13.shape[0])
+@takes(MoeExperts)
+def _debug(args: MoeExperts) -> None:
+    if args.expert_offset == 0:
+        check_ids("moe_experts", args.idx, args.w13.shape[0])
 
 
 def check_ids(op: str, idx: Tensor, experts: int) -> None:

@@ -17,16 +17,17 @@ It is not differentiable again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoeExpertsBackward
 from ascend_deep.ops import _check
 from ascend_deep.ops._moe_experts_samples import samples as forward_samples
 from ascend_deep.ops._op import OpDef, Sample, Tolerance
 from ascend_deep.ops.activations import ACTIVATIONS
-from ascend_deep.ops.moe_experts import active_experts, check_experts, first_weight, split_gate_up
+from ascend_deep.ops.moe_experts import active_experts, check_experts, first_weight, inner_first, split_gate_up
 
 __all__ = ["MOE_EXPERTS_BACKWARD", "moe_experts_backward"]
 
@@ -85,78 +86,42 @@ def moe_experts_backward(
     )
 
 
-def _check_args(
-    grad: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    output_mask: list[bool],
-) -> None:
-    attributes: dict[str, Any] = {"act": act, "alpha": alpha, "limit": limit, "interleaved": interleaved}
-    check_experts(_OP, x, idx, weights, w13, b13, w2, b2, w3, **attributes, weight_layout=weight_layout)
+@takes(MoeExpertsBackward)
+def _check_args(args: MoeExpertsBackward) -> None:
+    grad, x, mask = args.grad, args.x, args.output_mask
+    check_experts(_OP, args)
     _check.dtypes(_OP, "grad", grad, _check.FLOATING)
     _check.rank(_OP, "grad", grad, "[T, H]", 2)
     _check.size(_OP, "the number of rows of grad", grad.shape[0], x.shape[0], "the number of tokens of x")
     _check.size(_OP, "the number of columns of grad", grad.shape[1], x.shape[1], "H of x")
     _check.same_device(_OP, "x", x, grad=grad)
-    if len(output_mask) != 7:
-        raise ValueError(f"{_OP}: output_mask has {len(output_mask)} entries; it must have 7, one per gradient.")
+    if len(mask) != 7:
+        raise ValueError(f"{_OP}: output_mask has {len(mask)} entries; it must have 7, one per gradient.")
 
 
-def _reference(
-    grad: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(MoeExpertsBackward)
+def _reference(args: MoeExpertsBackward) -> tuple[Tensor, ...]:
+    x, weights, b13, b2 = args.x, args.weights, args.b13, args.b2
+    alpha, limit, weight_on_input = args.alpha, args.limit, args.weight_on_input
     dtype = _check.compute_dtype(x.dtype)
-    activation = ACTIVATIONS[act]
-    outputs = _empty_outputs(x, weights, w13, b13, w2, b2, w3, output_mask, zeros=True)
+    activation = ACTIVATIONS[args.act]
+    outputs = _empty_outputs(args, zeros=True)
     _, _, d_w13, d_b13, d_w2, d_b2, d_w3 = outputs
-    need_x, need_weights, need_w13, need_b13, need_w2, need_b2, need_w3 = _wanted(b13, b2, w3, output_mask)
+    need_x, need_weights, need_w13, need_b13, need_w2, need_b2, need_w3 = _wanted(args)
     # Sums over the slots of a token run across experts: kept in the compute dtype until the end.
     d_x = torch.zeros(x.shape if need_x else (0,), dtype=dtype, device=x.device)
     d_weights = torch.zeros(weights.shape if need_weights else (0,), dtype=dtype, device=x.device)
     flat_d_weights = d_weights.view(-1)
-    enk = weight_layout == "enk"
-    if enk:
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        w3 = None if w3 is None else w3.transpose(1, 2)
+    w13, w2, w3 = inner_first(args)
+    if args.weight_layout == "enk":
         d_w13, d_w2, d_w3 = (t.transpose(1, 2) if t.dim() == 3 else t for t in (d_w13, d_w2, d_w3))
     gated = w3 is not None or w13.shape[2] != w2.shape[1]
-    slots = idx.shape[1]
+    slots = args.idx.shape[1]
     flat_weights = weights.reshape(-1)
-    for e, positions in active_experts(idx, w13.shape[0], expert_offset):
+    for e, positions in active_experts(args.idx, w13.shape[0], args.expert_offset):
         tokens = positions // slots
         weight = flat_weights[positions].to(dtype).unsqueeze(1)
-        g = grad[tokens].to(dtype)
+        g = args.grad[tokens].to(dtype)
         tokens_x = x[tokens].to(dtype)
         rows = tokens_x * weight if weight_on_input else tokens_x
         weighted = g if weight_on_input else g * weight
@@ -166,7 +131,7 @@ def _reference(
         h = rows @ first
         if b13 is not None:
             h += b13[e]
-        gate, up = split_gate_up(h, gated, interleaved)
+        gate, up = split_gate_up(h, gated, args.interleaved)
         d_a = g @ second.t()
         if need_w2 or (need_weights and not weight_on_input):
             a = activation.forward(gate, up, alpha, limit)
@@ -180,7 +145,7 @@ def _reference(
         d_gate, d_up = activation.backward(d_a if weight_on_input else d_a * weight, gate, up, alpha, limit)
         if d_up is None:
             d_h = d_gate
-        elif interleaved:
+        elif args.interleaved:
             d_h = torch.stack((d_gate, d_up), 2).flatten(1)
         else:
             d_h = torch.cat((d_gate, d_up), 1)
@@ -197,58 +162,30 @@ def _reference(
                 flat_d_weights[positions] = (d_rows * tokens_x).sum(1)
             if need_x:
                 d_x.index_add_(0, tokens, d_rows * weight if weight_on_input else d_rows)
-    return (
-        d_x.to(x.dtype),
-        d_weights.to(weights.dtype),
-        *outputs[2:],
-    )
+    return d_x.to(x.dtype), d_weights.to(weights.dtype), *outputs[2:]
 
 
-def _wanted(
-    b13: Tensor | None, b2: Tensor | None, w3: Tensor | None, output_mask: list[bool]
-) -> tuple[bool, bool, bool, bool, bool, bool, bool]:
-    x, weights, first, bias, second, last_bias, up = output_mask
-    return x, weights, first, bias and b13 is not None, second, last_bias and b2 is not None, up and w3 is not None
+def _wanted(args: MoeExpertsBackward) -> tuple[bool, ...]:
+    """Which of the seven gradients are asked for and have an input."""
+    inputs = (args.x, args.weights, args.w13, args.b13, args.w2, args.b2, args.w3)
+    return tuple(asked and t is not None for asked, t in zip(args.output_mask, inputs, strict=True))
 
 
-def _empty_outputs(
-    x: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None,
-    output_mask: list[bool],
-    zeros: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _empty_outputs(args: MoeExpertsBackward, zeros: bool = False) -> tuple[Tensor, ...]:
     """Contiguous outputs, [0] for those that are not wanted."""
 
     def one(like: Tensor | None, wanted: bool) -> Tensor:
-        source = x if like is None else like
-        shape = source.shape if wanted and like is not None else (0,)
+        source = args.x if like is None else like
+        shape = source.shape if wanted else (0,)
         return source.new_zeros(shape) if zeros else source.new_empty(shape)
 
-    inputs = (x, weights, w13, b13, w2, b2, w3)
-    a, b, c, d, e, f, g = (one(t, w) for t, w in zip(inputs, _wanted(b13, b2, w3, output_mask), strict=True))
-    return a, b, c, d, e, f, g
+    inputs = (args.x, args.weights, args.w13, args.b13, args.w2, args.b2, args.w3)
+    return tuple(one(t, wanted) for t, wanted in zip(inputs, _wanted(args), strict=True))
 
 
-def _fake(
-    grad: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    output_mask: list[bool],
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    return _empty_outputs(x, weights, w13, b13, w2, b2, w3, output_mask)
+@takes(MoeExpertsBackward)
+def _fake(args: MoeExpertsBackward) -> tuple[Tensor, ...]:
+    return _empty_outputs(args)
 
 
 def _samples() -> Iterator[Sample]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoeExperts, MoeExpertsBackward
 from ascend_deep.native.torch_npu import soc
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.activation import PLAIN, activate
@@ -64,47 +66,32 @@ def product_refusal(target: Target, rows: Spec, weight: Tensor, bias: Tensor | N
     )
 
 
-def weights_of(w13: Tensor, w2: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Both expert weights as [E, inner, outer] views."""
-    return (w13.transpose(1, 2), w2.transpose(1, 2)) if layout == "enk" else (w13, w2)
+def weights_of(args: MoeExperts | MoeExpertsBackward) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The expert weights w13, w2 and w3 as [E, inner, outer] views."""
+    if args.weight_layout != "enk":
+        return args.w13, args.w2, args.w3
+    return args.w13.transpose(1, 2), args.w2.transpose(1, 2), None if args.w3 is None else args.w3.transpose(1, 2)
 
 
-def moe_experts(
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """As the op says; the schema's arguments."""
+@takes(MoeExperts)
+def moe_experts(args: MoeExperts) -> Tensor:
+    """As the op says."""
     target = soc.current()
     assert target is not None  # the limits refuse where there is none
-    first, second = weights_of(w13, w2, weight_layout)
-    rows, row_map, counts = sorted_rows(x, idx, first.shape[0], expert_offset)
-    if weight_on_input:
+    x, weights, out_dtype, on_input = args.x, args.weights, args.out_dtype, args.weight_on_input
+    first, second, up = weights_of(args)
+    rows, row_map, counts = sorted_rows(x, args.idx, first.shape[0], args.expert_offset)
+    if on_input:
         rows = (rows * row_values(weights.to(torch.float32), row_map).unsqueeze(1)).to(x.dtype)
-    if w3 is None:
-        h = grouped_matmul(rows, first, b13, counts)
+    if up is None:
+        h = grouped_matmul(rows, first, args.b13, counts)
     else:  # the halves of the hidden rows are joined, not the weights
-        up, _ = weights_of(w3, w2, weight_layout)
-        b1, b3 = _halves(b13)
+        b1, b3 = _halves(args.b13)
         h = torch.cat((grouped_matmul(rows, first, b1, counts), grouped_matmul(rows, up, b3, counts)), -1)
-    gated = w3 is not None or first.shape[2] != second.shape[1]
-    hidden = activate(h, act, alpha, limit, interleaved, gated, target)
-    y = grouped_matmul(hidden, second, b2, counts)
-    scales = weights.new_ones(weights.shape) if weight_on_input else weights
+    gated = up is not None or first.shape[2] != second.shape[1]
+    hidden = activate(h, args.act, args.alpha, args.limit, args.interleaved, gated, target)
+    y = grouped_matmul(hidden, second, args.b2, counts)
+    scales = weights.new_ones(weights.shape) if on_input else weights
     wide = y.dtype if out_dtype is None or out_dtype.itemsize <= y.dtype.itemsize else torch.float32
     row_dtype, scale_dtype = scales_with(target, wide, scales.dtype)
     out = finalize(y.to(row_dtype), row_map, scales.to(scale_dtype).contiguous())
@@ -119,45 +106,26 @@ def _halves(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return gate.contiguous(), up.contiguous()
 
 
-def limits(
-    target: Target,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    out_dtype: torch.dtype | None,
-) -> str | None:
+@takes(MoeExperts)
+def limits(target: Target, args: MoeExperts) -> str | None:
     """Why the vendor's ops do not compute this call of ``moe_experts``; ``None`` if they do."""
-    if torch.float64 in (x.dtype, weights.dtype, out_dtype):
+    x, idx, weights = args.x, args.idx, args.weights
+    if torch.float64 in (x.dtype, weights.dtype, args.out_dtype):
         return "float64 is asked for; the vendor's ops have 16 and 32 bits."
-    if act not in (*PLAIN, "swiglu_oai", "silu_clamp"):
-        return f"act is {act!r}, which this provider does not compute."
-    first, second = weights_of(w13, w2, weight_layout)
+    if args.act not in (*PLAIN, "swiglu_oai", "silu_clamp"):
+        return f"act is {args.act!r}, which this provider does not compute."
+    first, second, up = weights_of(args)
+    b1, b3 = (args.b13, None) if up is None else _halves(args.b13)
     slots = idx.shape[0] * idx.shape[1]
     rows = Spec((slots, x.shape[1]), x.dtype)
     hidden = Spec((slots, second.shape[1]), x.dtype)
-    out = Spec((slots, second.shape[2]), x.dtype)
     row_dtype, scale_dtype = scales_with(target, x.dtype, weights.dtype)
-    out = Spec(out.shape, row_dtype)
+    out = Spec((slots, second.shape[2]), row_dtype)
     return (
         sort_refusal(target, x, idx, first.shape[0])
-        or product_refusal(target, rows, first, b13 if w3 is None else _halves(b13)[0])
-        or (
-            None if w3 is None else product_refusal(target, rows, weights_of(w3, w2, weight_layout)[0], _halves(b13)[1])
-        )
-        or product_refusal(target, hidden, second, b2)
+        or product_refusal(target, rows, first, b1)
+        or (None if up is None else product_refusal(target, rows, up, b3))
+        or product_refusal(target, hidden, second, args.b2)
         or finalize_refusal(target, out, (idx.shape[0], idx.shape[1]), scale_dtype)
         or _empty(x)
     )

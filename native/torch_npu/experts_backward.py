@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import MoeExpertsBackward
 from ascend_deep.native.torch_npu._call import Spec
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.experts import grouped_matmul, product_refusal, weights_of
@@ -26,32 +28,15 @@ from ascend_deep.native.torch_npu.soc import Target
 __all__ = ["limits", "moe_experts_backward"]
 
 
-def moe_experts_backward(
-    grad: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the op says; the schema's arguments."""
-    need_x, need_weights, need_w13, _, need_w2, _, _ = output_mask
-    first, second = weights_of(w13, w2, weight_layout)
+@takes(MoeExpertsBackward)
+def moe_experts_backward(args: MoeExpertsBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the op says."""
+    x, idx, weights, enk = args.x, args.idx, args.weights, args.weight_layout == "enk"
+    need_x, need_weights, need_w13, _, need_w2, _, _ = args.output_mask
+    first, second, _ = weights_of(args)
     experts = first.shape[0]
-    rows, row_map, counts = sorted_rows(x, idx, experts, expert_offset)
-    g, _, _ = sorted_rows(grad.to(x.dtype), idx, experts, expert_offset)
+    rows, row_map, counts = sorted_rows(x, idx, experts, args.expert_offset)
+    g, _, _ = sorted_rows(args.grad.to(x.dtype), idx, experts, args.expert_offset)
     p = row_values(weights.to(torch.float32), row_map).unsqueeze(1)
     h = grouped_matmul(rows, first, None, counts)
     d_a = grouped_matmul(g, second.transpose(1, 2), None, counts)
@@ -64,12 +49,12 @@ def moe_experts_backward(
             d_weights = _per_slot(d_p, row_map, idx).to(weights.dtype)
         if need_w2:
             weighted = (g * p).to(x.dtype)
-            left, right = (weighted, a) if weight_layout == "enk" else (a, weighted)
+            left, right = (weighted, a) if enk else (a, weighted)
             d_w2 = _outer(left, right, counts)
     if need_x or need_w13:
         d_h = torch.ops.npu.npu_swiglu_backward((d_a * p).to(x.dtype), h, -1)
         if need_w13:
-            left, right = (d_h, rows) if weight_layout == "enk" else (rows, d_h)
+            left, right = (d_h, rows) if enk else (rows, d_h)
             d_w13 = _outer(left, right, counts)
         if need_x:
             d_rows = grouped_matmul(d_h, first.transpose(1, 2), None, counts)
@@ -94,39 +79,21 @@ def _per_slot(values: Tensor, row_map: Tensor, idx: Tensor) -> Tensor:
     return torch.where(row_map < 0, zero, picked).view(idx.shape)
 
 
-def limits(
-    target: Target,
-    grad: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    b13: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    w3: Tensor | None = None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    weight_layout: str,
-    weight_on_input: bool,
-    expert_offset: int,
-    output_mask: list[bool],
-) -> str | None:
+@takes(MoeExpertsBackward)
+def limits(target: Target, args: MoeExpertsBackward) -> str | None:
     """Why the vendor's ops do not compute this call of ``moe_experts_backward``; ``None`` if they do."""
-    if torch.float64 in (x.dtype, weights.dtype, grad.dtype):
+    x, idx, grad, act = args.x, args.idx, args.grad, args.act
+    if torch.float64 in (x.dtype, args.weights.dtype, grad.dtype):
         return "float64 is asked for; the vendor's ops have 16 and 32 bits."
     if grad.dtype.itemsize > x.dtype.itemsize:
         return f"grad has dtype {grad.dtype} and x {x.dtype}; the gradient would be rounded before the products."
-    if w3 is not None:
+    first, second, up = weights_of(args)
+    if up is not None:
         return "gate and up have separate weights; this provider's backward takes them in one tensor."
-    first, second = weights_of(w13, w2, weight_layout)
-    if act != "silu" or limit is not None or interleaved or first.shape[2] == second.shape[1]:
-        return f"act is {act!r} with limit {limit}; the vendor has a backward for silu with a gate in halves."
-    if b13 is not None or b2 is not None or weight_on_input:
-        what = "weights on the input" if weight_on_input else "biases"
+    if act != "silu" or args.limit is not None or args.interleaved or first.shape[2] == second.shape[1]:
+        return f"act is {act!r} with limit {args.limit}; the vendor has a backward for silu with a gate in halves."
+    if args.b13 is not None or args.b2 is not None or args.weight_on_input:
+        what = "weights on the input" if args.weight_on_input else "biases"
         return f"the experts have {what}, whose gradients the vendor has no grouped op for."
     slots = idx.shape[0] * idx.shape[1]
     hidden, outer = second.shape[1], first.shape[2]

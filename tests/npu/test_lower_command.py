@@ -81,7 +81,7 @@ def test_what_cannot_be_lowered_is_named_with_the_limit() -> None:
     from ascend_deep.native.torch_npu import soc
 
     x, w13, w2 = torch.randn(5, 8), torch.randn(3, 24, 8), torch.randn(3, 8, 12)
-    args = (x, torch.randint(0, 3, (5, 2)), torch.rand(5, 2), w13, None, w2, None)
+    args = (x, torch.randint(0, 3, (5, 2)), torch.rand(5, 2), w13, None, w2, None, None)
     attributes = {
         **{"act": "silu", "alpha": 1.0, "limit": None, "interleaved": False, "weight_layout": "enk"},
         **{"weight_on_input": False, "expert_offset": 0, "out_dtype": torch.float64},

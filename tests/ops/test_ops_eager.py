@@ -57,8 +57,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_plain_calls_take_it_and_compute_the_same(calls: list[str]) -> None:
     a = arguments()
     expected = ops.reference("moe_experts")(
-        *a.values(), act="silu", alpha=1.0, limit=None, interleaved=False, weight_layout="enk", weight_on_input=False,
-        expert_offset=0, out_dtype=None,
+        *a.values(), None, act="silu", alpha=1.0, limit=None, interleaved=False, weight_layout="enk",
+        weight_on_input=False, expert_offset=0, out_dtype=None,
     )  # fmt: skip
     torch.testing.assert_close(ops.moe_experts(**a), expected, rtol=1e-4, atol=2e-5)
     a["w2"] = torch.nn.Parameter(a["w2"])

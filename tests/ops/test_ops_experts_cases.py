@@ -31,7 +31,7 @@ def _by_reference(x: Tensor, idx: Tensor, weights: Tensor, w13: Tensor, b13: Any
         "out_dtype": None,
         **changes,
     }
-    return ops.reference("moe_experts")(x, idx, weights, w13, b13, w2, b2, **attributes)
+    return ops.reference("moe_experts")(x, idx, weights, w13, b13, w2, b2, None, **attributes)
 
 
 @pytest.fixture(params=["reference", "op"])

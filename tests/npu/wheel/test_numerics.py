@@ -167,7 +167,7 @@ def test_experts_where_most_slots_are_elsewhere(family: str, act: str, dtype: to
     x = torch.randn(t, h).to(dtype)
     w13, w2 = (torch.randn(e, 2 * i, h) * 0.2).to(dtype), (torch.randn(e, h, i) * 0.2).to(dtype)
     b13, b2 = torch.randn(e, 2 * i).to(dtype), torch.randn(e, h).to(dtype)
-    args = (x, idx, torch.rand(t, k) + 0.1, w13, b13, w2, b2)
+    args = (x, idx, torch.rand(t, k) + 0.1, w13, b13, w2, b2, None)
     attributes = {
         **{
             "act": act,
@@ -194,7 +194,7 @@ def test_gradients_of_experts(layout: str, dtype: torch.dtype) -> None:
     w13, w2 = torch.randn(e, 2 * i, h) * 0.2, torch.randn(e, h, i) * 0.2
     if layout == "ekn":
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
-    args = (torch.randn(t, h), torch.randn(t, h), idx, torch.rand(t, k) + 0.1, w13, None, w2, None)
+    args = (torch.randn(t, h), torch.randn(t, h), idx, torch.rand(t, k) + 0.1, w13, None, w2, None, None)
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     attributes = {
         **{"act": "silu", "alpha": 1.0, "limit": None, "interleaved": False, "weight_layout": layout},
