@@ -16,15 +16,14 @@ The mathematics is decided in ``experts_family.py``. Contract: ``ops/moe_experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from ascend_deep.passes import experts_family
-from ascend_deep.passes._types import Probe, Refusal, Solution
-from ascend_deep.passes.builder import Builder
+from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.experts_cut import cut_routed
 from ascend_deep.passes.experts_dense import cut_dense, is_weighed
+from ascend_deep.passes.experts_family import ExpertsRecogniser
 from ascend_deep.passes.experts_products import Pair, pair_of
 from ascend_deep.passes.graph_view import GraphView
 from ascend_deep.passes.region import Region
@@ -34,11 +33,10 @@ __all__ = ["RECOGNISER", "ExpertsBatched"]
 _CALLS = ("aten.bmm", "aten.matmul", "aten.baddbmm", "aten.einsum")
 
 
-class ExpertsBatched:
+class ExpertsBatched(ExpertsRecogniser):
     """See the module."""
 
     name = "experts_batched"
-    op = "moe_experts"
 
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """Products with gathered or per-expert weights that another such product feeds."""
@@ -57,20 +55,6 @@ class ExpertsBatched:
         if pair.first.kind == "batched":
             return cut_routed(view, self.name, pair)
         return cut_dense(view, self.name, pair)
-
-    def solve(self, region: Region) -> Solution | Refusal:
-        """The member of ``moe_experts`` that the region computes."""
-        return experts_family.solve(region)
-
-    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
-        """See ``experts_family.probes``."""
-        return experts_family.probes(region, solution)
-
-    def emit(
-        self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
-    ) -> Sequence[fx.Node]:
-        """See ``experts_family.emit``."""
-        return experts_family.emit(build, region, inputs, solution)
 
     def _pair(self, view: GraphView, node: fx.Node) -> Pair | None:
         return pair_of(view.terms.term(node))

@@ -22,7 +22,16 @@ from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Region
 from ascend_deep.passes.stand_ins import widened
 
-__all__ = ["Case", "emit", "family_result", "first_product", "probes", "solve", "takes_outside_ids"]
+__all__ = [
+    "Case",
+    "ExpertsRecogniser",
+    "emit",
+    "family_result",
+    "first_product",
+    "probes",
+    "solve",
+    "takes_outside_ids",
+]
 
 _COMPARISONS = frozenset(f"aten.{n}" for n in ("ge", "gt", "lt", "le", "eq", "ne", "clamp", "clamp_min", "clamp_max"))
 _ATTRS = ("act", "alpha", "limit", "interleaved", "weight_layout", "weight_on_input", "expert_offset", "out_dtype")
@@ -306,3 +315,23 @@ def _chosen(build: Builder, region: Region, inputs: Mapping[str, fx.Node]) -> tu
     largest = build.call(aten.topk.default, build.call(aten.abs.default, scores), int(region.hints["slots"]))
     idx = build.item(largest, 1)
     return idx, build.call(aten.gather.default, scores, 1, idx), like.dtype
+
+
+class ExpertsRecogniser:
+    """What the recognisers of experts have in common: all but how a block is found and where it is cut."""
+
+    op = "moe_experts"
+
+    def solve(self, region: Region) -> Solution | Refusal:
+        """The member of ``moe_experts`` that the region computes."""
+        return solve(region)
+
+    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
+        """See ``probes`` of the module."""
+        return probes(region, solution)
+
+    def emit(
+        self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
+    ) -> Sequence[fx.Node]:
+        """See ``emit`` of the module."""
+        return emit(build, region, inputs, solution)

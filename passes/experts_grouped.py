@@ -13,14 +13,13 @@ The mathematics is decided in ``experts_family.py``. Contract: ``ops/moe_experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from ascend_deep.passes import experts_family
-from ascend_deep.passes._types import Probe, Refusal, Solution
-from ascend_deep.passes.builder import Builder
+from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.experts_cut import cut_routed
+from ascend_deep.passes.experts_family import ExpertsRecogniser
 from ascend_deep.passes.experts_products import impure_between, pair_of
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.region import Region
@@ -28,11 +27,10 @@ from ascend_deep.passes.region import Region
 __all__ = ["RECOGNISER", "ExpertsGrouped"]
 
 
-class ExpertsGrouped:
+class ExpertsGrouped(ExpertsRecogniser):
     """See the module."""
 
     name = "experts_grouped"
-    op = "moe_experts"
 
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """Grouped products that another grouped product feeds."""
@@ -47,20 +45,6 @@ class ExpertsGrouped:
             name = op_name(between).removeprefix("aten.")
             return Refusal(f"{name} stands before this product, and is not on the list of pure ops.", between)
         return cut_routed(view, self.name, pair)
-
-    def solve(self, region: Region) -> Solution | Refusal:
-        """The member of ``moe_experts`` that the region computes."""
-        return experts_family.solve(region)
-
-    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
-        """See ``experts_family.probes``."""
-        return experts_family.probes(region, solution)
-
-    def emit(
-        self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
-    ) -> Sequence[fx.Node]:
-        """See ``experts_family.emit``."""
-        return experts_family.emit(build, region, inputs, solution)
 
 
 RECOGNISER = ExpertsGrouped()

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ascend_deep.passes import experts_family
-from ascend_deep.passes._types import Probe, Refusal, Solution
-from ascend_deep.passes.builder import Builder
+from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.experts_cut import between, bias_role, read_by, settle
 from ascend_deep.passes.experts_dense import choices, distinct_ids, per_token
+from ascend_deep.passes.experts_family import ExpertsRecogniser
 from ascend_deep.passes.experts_products import Pair, Product, arrangements, below, divide, fused_product
 from ascend_deep.passes.experts_scores import prove_scores
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -49,11 +48,10 @@ class _Copy:
     place: int | None
 
 
-class ExpertsUnrolled:
+class ExpertsUnrolled(ExpertsRecogniser):
     """See the module."""
 
     name = "experts_unrolled"
-    op = "moe_experts"
 
     def find(self, view: GraphView) -> Sequence[fx.Node]:
         """The last second product of every loop."""
@@ -81,20 +79,6 @@ class ExpertsUnrolled:
                 cuts.extend(found)
         good = [c for c in cuts if isinstance(c, Region)]
         return good or next(c for c in cuts if isinstance(c, Refusal))
-
-    def solve(self, region: Region) -> Solution | Refusal:
-        """The member of ``moe_experts`` that the region computes."""
-        return experts_family.solve(region)
-
-    def probes(self, region: Region, solution: Solution) -> Sequence[Probe]:
-        """See ``experts_family.probes``."""
-        return experts_family.probes(region, solution)
-
-    def emit(
-        self, build: Builder, region: Region, inputs: Mapping[str, fx.Node], solution: Solution
-    ) -> Sequence[fx.Node]:
-        """See ``experts_family.emit``."""
-        return experts_family.emit(build, region, inputs, solution)
 
     def _cut(self, view: GraphView, copies: Sequence[_Copy]) -> Sequence[Region] | Refusal:
         pair = copies[0].pair

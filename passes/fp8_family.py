@@ -20,6 +20,7 @@ from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.normal_form import size
 from ascend_deep.passes.region import Dims, Region
+from ascend_deep.passes.sizes import few, give_leading
 
 __all__ = ["emit", "probes", "solve"]
 
@@ -205,14 +206,7 @@ def _plan(region: Region, fa: _Form, fb: _Form, turned_a: bool, turned_b: bool, 
     else:
         return None
     symbols: dict[str, int] = {}
-    small = iter((rows, 2, 3, 4, 6))
-    for s in finer:
-        if isinstance(s, int):
-            literals.setdefault(s, s if s < 9 else next(small))
-        else:
-            for name in sorted(str(x) for x in s.free_symbols):
-                if name not in symbols:
-                    symbols[name] = next(small)
+    give_leading(finer, few(rows), literals, symbols)
     if len(coarser) <= 1 or all(isinstance(s, int) for s in finer):
         whole: Any = 1
         for s in finer:

@@ -28,6 +28,7 @@ from ascend_deep.passes.fp8_cut import FP8, gradient_reaches
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import size
 from ascend_deep.passes.region import Dims, Region, slice_region
+from ascend_deep.passes.sizes import few, give_product, give_symbols
 
 __all__ = ["ELEMENTWISE", "RECOGNISER", "Quantise", "fewer", "in_blocks", "is_scaled", "like"]
 
@@ -219,7 +220,7 @@ def _plan(region: Region, gran: tuple[int, ...], rows: int = 5) -> Dims | None:
     else:
         literals.setdefault(columns, columns)
         literals.setdefault(groups, groups)
-    small = iter((rows, 2, 3, 4, 6))
+    small = few(rows)
     for s in shape[:-1]:
         if isinstance(s, int):
             blocks = -(-s // down)
@@ -229,16 +230,9 @@ def _plan(region: Region, gran: tuple[int, ...], rows: int = 5) -> Dims | None:
                 literals.setdefault(s, s if s < 9 or down > 1 else next(small))
                 literals.setdefault(blocks, literals[s] if down == 1 else blocks)
         else:
-            for name in sorted(str(x) for x in s.free_symbols):
-                if name not in symbols:
-                    symbols[name] = next(small)
-    leads = [s for s in shape[:-1] if isinstance(s, int)]
-    if len(leads) == len(shape) - 1 > 1:
-        product, wanted = 1, 1
-        for s in leads:
-            product, wanted = product * s, wanted * literals[s]
-        if literals.setdefault(product, wanted) != wanted:
-            return None
+            give_symbols(s, small, symbols)
+    if not give_product(shape[:-1], literals):
+        return None
     dims = Dims(symbols, literals)
     return dims if torch.Size(dims.shape(region.inputs["x"])).numel() <= 1 << 22 else None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
@@ -13,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Dims", "Ref", "Size"]
+__all__ = ["Dims", "Ref", "Size", "few", "give_leading", "give_product", "give_symbols"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,35 @@ class _Symbols(dict):  # type: ignore[type-arg]
 
     def __init__(self, expr: str) -> None:
         super().__init__({n: sympy.Symbol(n, positive=True, integer=True) for n in re.findall(r"\b[suz]\d+\b", expr)})
+
+
+def few(first: int) -> Iterator[int]:
+    """Small sizes without end, to be given to the sizes of a block: ``first``, then others."""
+    return itertools.chain((first, 2, 3, 4, 6), itertools.count(7))
+
+
+def give_symbols(expr: sympy.Expr, small: Iterator[int], symbols: dict[str, int]) -> None:
+    """A value for every symbol of a size that has none yet."""
+    for name in sorted(str(s) for s in expr.free_symbols):
+        if name not in symbols:
+            symbols[name] = next(small)
+
+
+def give_leading(
+    sizes: Iterable[int | sympy.Expr], small: Iterator[int], literals: dict[int, int], symbols: dict[str, int]
+) -> None:
+    """Values for the leading sizes of a tensor, where they have none yet. Literal sizes below 9 stay."""
+    for s in sizes:
+        if isinstance(s, int):
+            literals.setdefault(s, s if s < 9 else next(small))
+        else:
+            give_symbols(s, small, symbols)
+
+
+def give_product(sizes: Sequence[int | sympy.Expr], literals: dict[int, int]) -> bool:
+    """The value of several literal sizes joined to one dim; ``False`` if it has another one already."""
+    whole = [s for s in sizes if isinstance(s, int)]
+    if len(whole) < len(sizes) or len(whole) < 2:
+        return True
+    wanted = math.prod(literals[s] for s in whole)
+    return literals.setdefault(math.prod(whole), wanted) == wanted

@@ -31,6 +31,7 @@ from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.normal_form import size
 from ascend_deep.passes.quantise import ELEMENTWISE, fewer, in_blocks, is_scaled, like
 from ascend_deep.passes.region import Dims, Region, slice_region
+from ascend_deep.passes.sizes import few, give_leading, give_product
 from ascend_deep.passes.stand_ins import widened
 from ascend_deep.passes.swiglu import POINTWISE, halves
 
@@ -216,27 +217,16 @@ def _plan(region: Region, group: int, rows: int = 5) -> Dims | None:
     half = width // 2
     groups = half // group
     whole = {width: width, half: half, groups: groups, group: group, 1: 1}
-    few = {width: 4 * group, half: 2 * group, groups: 2, group: group, 1: 1}
+    narrow = {width: 4 * group, half: 2 * group, groups: 2, group: group, 1: 1}
     plans = [whole, whole]
     if groups > 2 and len({width, half, groups, group, 1}) == 5:
-        plans[1] = few
+        plans[1] = narrow
     for columns, largest in zip(plans, _LARGEST, strict=True):
         literals = dict(columns)
         symbols: dict[str, int] = {}
-        small = iter((rows, 2, 3, 4, 6))
-        for s in lead:
-            if isinstance(s, int):
-                literals.setdefault(s, s if s < 9 else next(small))
-            else:
-                for name in sorted(str(x) for x in s.free_symbols):
-                    symbols.setdefault(name, next(small))
-        leads = [s for s in lead if isinstance(s, int)]
-        if len(leads) == len(lead) > 1:
-            product, wanted = 1, 1
-            for s in leads:
-                product, wanted = product * s, wanted * literals[s]
-            if literals.setdefault(product, wanted) != wanted:
-                continue
+        give_leading(lead, few(rows), literals, symbols)
+        if not give_product(lead, literals):
+            continue
         dims = Dims(symbols, literals)
         if torch.Size(dims.shape(region.inputs["h"])).numel() <= largest:
             return dims

@@ -137,6 +137,18 @@ def test_batch_and_tokens_may_be_symbolic(f):
     assert "its rows have a symbolic length" in run.reasons[0]
 
 
+def test_any_number_of_symbolic_dims():
+    x = torch.randn(2, 3, 4, 5, 6, 7, 64)
+    for d in range(6):
+        torch._dynamo.mark_dynamic(x, d)
+    torch._dynamo.reset()
+    run = Run(ONLY)
+    with torch.no_grad():
+        got = torch.compile(whole_row, backend=run, fullgraph=True)(x)
+    assert run.ops == ["quant_fp8"], run.reasons
+    same(got, whole_row(x))
+
+
 def test_near_misses():
     x = torch.randn(6, 256) * 2
     got, run = together({name: f for name, (f, _) in NEAR_MISSES.items()}, x, recognisers=ONLY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_tools import compiled, together
+from gemm_tools import Run, compiled, together
 
 from ascend_deep import ops
 from ascend_deep.passes.replay import replay
@@ -92,6 +92,22 @@ def test_a_weight_per_row_three_dims_and_dynamic_rows():
     assert run.call("swiglu_quant").args[1] is not None
     assert all(replay(c.key).ok for c in run.outcomes[-1].certificates)
     same(got, f(h, w), h.dtype)
+
+
+def test_any_number_of_symbolic_dims():
+    h = torch.randn(2, 3, 4, 5, 6, 7, 64)
+    for d in range(6):
+        torch._dynamo.mark_dynamic(h, d)
+    torch._dynamo.reset()
+    run = Run(ONLY)
+
+    def whole_rows(h):
+        return silu(h, group=32)
+
+    with torch.no_grad():
+        got = torch.compile(whole_rows, backend=run, fullgraph=True)(h)
+    assert run.ops == ["swiglu_quant"], run.reasons
+    same(got, whole_rows(h), h.dtype)
 
 
 def test_rows_and_columns_of_one_size():
