@@ -67,8 +67,8 @@ def _is_size(view: GraphView, node: fx.Node) -> bool:
     return isinstance(view.val(node), (torch.SymInt, int, torch.SymFloat, float))
 
 
-def _cone(view: GraphView, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that ``ends`` are computed from up to the sources, these included."""
+def _cone(view: GraphView, ends: Iterable[fx.Node], start: fx.Node | None = None) -> set[fx.Node]:
+    """Everything that ``ends`` are computed from up to the sources, or to ``start``, these included."""
     seen: set[fx.Node] = set()
     pending = list(ends)
     while pending and len(seen) < _MAX_CONE:
@@ -76,7 +76,7 @@ def _cone(view: GraphView, ends: Iterable[fx.Node]) -> set[fx.Node]:
         if node in seen or _is_size(view, node):
             continue
         seen.add(node)
-        if node.op == "call_function" and _walkable(node):
+        if node is not start and node.op == "call_function" and _walkable(node):
             pending.extend(node.all_input_nodes)
     return seen
 
@@ -308,7 +308,7 @@ def _region(
         return None
     depends = {logits}
     biases: dict[fx.Node, None] = {}
-    cone = _cone_between(view, logits, outputs)
+    cone = sorted(_cone(view, outputs, logits), key=view.order.__getitem__)
     for node in cone:
         if any(a in depends for a in node.all_input_nodes):
             depends.add(node)
@@ -346,19 +346,6 @@ def _region(
     if isinstance(region, Region) and returns != "dense":
         return _order_conflict(view, found, region) or region
     return region
-
-
-def _cone_between(view: GraphView, logits: fx.Node, outputs: Sequence[fx.Node]) -> list[fx.Node]:
-    seen: set[fx.Node] = set()
-    pending = list(outputs)
-    while pending and len(seen) < _MAX_CONE:
-        node = pending.pop()
-        if node in seen or _is_size(view, node):
-            continue
-        seen.add(node)
-        if node is not logits and node.op == "call_function" and _walkable(node):
-            pending.extend(node.all_input_nodes)
-    return sorted(seen, key=view.order.__getitem__)
 
 
 def _constant(view: GraphView, node: fx.Node) -> bool:
