@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "AlltoallvGmm",
     "EpCombine",
     "EpDispatch",
     "EpDispatchCached",
@@ -191,6 +193,19 @@ class LlCombine(NamedTuple):
     aux: Tensor
     max_tokens_per_rank: int
     num_experts: int
+    layout: str
+    group_size: int
+    group: str
+
+
+class AlltoallvGmm(NamedTuple):
+    """A call of ``alltoallv_gmm`` or ``gmm_alltoallv``."""
+
+    x: Tensor
+    weight: Tensor | None
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    least_rows: int
     layout: str
     group_size: int
     group: str

@@ -11,6 +11,7 @@ from typing import Any
 
 from ascend_deep.ops._op import NAMESPACE, OpDef, Sample, Tolerance, provider, register, strict
 from ascend_deep.ops.activations import ACTIVATIONS
+from ascend_deep.ops.alltoallv_gmm import ALLTOALLV_GMM, GMM_ALLTOALLV, alltoallv_gmm, gmm_alltoallv
 from ascend_deep.ops.dequant import DEQUANT, dequant
 from ascend_deep.ops.einsum_bf16 import EINSUM_BF16, einsum_bf16
 from ascend_deep.ops.einsum_scaled import EINSUM_SCALED, einsum_scaled
@@ -94,6 +95,7 @@ __all__ = [
     "OpDef",
     "Sample",
     "Tolerance",
+    "alltoallv_gmm",
     "dequant",
     "einsum_bf16",
     "einsum_scaled",
@@ -110,6 +112,7 @@ __all__ = [
     "gemm_scaled_acc_",
     "gemm_scaled_fp8out",
     "gemm_scaled_out",
+    "gmm_alltoallv",
     "hc_prenorm_gemm",
     "k_grouped_gemm_bf16",
     "k_grouped_gemm_bf16_acc_",
@@ -197,6 +200,8 @@ OPS: Mapping[str, OpDef] = {
         EP_COMBINE,
         LL_DISPATCH,
         LL_COMBINE,
+        ALLTOALLV_GMM,
+        GMM_ALLTOALLV,
     )
 }
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascend_deep.native._provider import Provider
-from ascend_deep.native.c10d import low_latency, normal
+from ascend_deep.native.c10d import fused, low_latency, normal
 from ascend_deep.native.c10d.transport import group_problem
 
 __all__ = ["C10D"]
@@ -30,6 +30,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "ep_combine": normal.ep_combine,
     "ll_dispatch": low_latency.ll_dispatch,
     "ll_combine": low_latency.ll_combine,
+    "alltoallv_gmm": fused.alltoallv_gmm,
+    "gmm_alltoallv": fused.gmm_alltoallv,
 }
 
 C10D = Provider(
@@ -38,5 +40,5 @@ C10D = Provider(
     unavailable=_unavailable,
     kernels=_KERNELS,
     limits={op: _limits for op in _KERNELS if op != "ep_layout"},
-    version="1",
+    version="2",
 )

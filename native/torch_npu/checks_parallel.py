@@ -1,4 +1,4 @@
-"""Calls of the vendor's expert-parallel ops, dispatch and combine: their limits, per processor."""
+"""Calls of the vendor's expert-parallel ops, dispatch, combine and products: their limits, per processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ascend_deep.native.torch_npu._call import Call, T, known
+from ascend_deep.native.torch_npu._call import Call, Spec, T, known
 
 __all__ = ["CHECKS"]
 
@@ -127,7 +127,73 @@ def _combine_v2(
     c.need(comm_quant_mode == 0, f"is used without quantisation here, not with mode {comm_quant_mode}")
 
 
+def _product(
+    c: Call, x: T, weight: T, hcom: str, ranks: int, sent: list[int], received: list[int], transposed: bool, moved: T
+) -> None:
+    """What both fused products ask; ``moved`` [.., columns] are the rows that travel."""
+    c.rank("gmm_x", x, 2)
+    c.rank("gmm_weight", weight, 3)
+    c.within("dtypes", x.dtype, "gmm_x")
+    c.dtype("gmm_weight", weight, x.dtype)
+    c.contiguous("gmm_x", x)
+    local, inner, outer = weight.shape[0], weight.shape[2 if transposed else 1], weight.shape[1 if transposed else 2]
+    c.same("the inner size of gmm_weight", inner, "the columns of gmm_x", x.shape[1])
+    for name, size in (("the inner size", inner), ("the columns of the result", outer)):
+        c.need(not known(size) or size >= 1, f"takes at least 1 for {name}, not {size}")
+        c.at_most("columns_max", size, name)
+    c.need(1 <= len(hcom) < 128, f"takes group names of 1 to 127 characters, not {len(hcom)}")
+    c.within("ranks", ranks, "ep_world_size")
+    c.at_most("local_experts_max", local, "the experts of a rank")
+    c.at_most("counts_max", len(sent), "the numbers of send_counts")
+    for name, counts in (("send_counts", sent), ("recv_counts", received)):
+        c.same(f"the length of {name}", len(counts), "the experts of all ranks", local * ranks)
+        if not all(map(known, counts)):
+            continue
+        c.need(min(counts) >= 0, f"takes numbers from 0 on for {name}, not {min(counts)}")
+        c.at_least("rows_min", sum(counts), f"the sum of {name}")
+        c.at_most("rows_max", sum(counts), f"the sum of {name}")
+        c.at_least("bytes_min", sum(counts) * moved.shape[1] * moved.dtype.itemsize, f"the bytes that {name} move")
+    c.same("the rows of gmm_x", x.shape[0], "the sum of send_counts", sum(sent))
+
+
+def _alltoallv_gmm(
+    c: Call,
+    gmm_x: T,
+    gmm_weight: T,
+    hcom: str,
+    ep_world_size: int,
+    send_counts: list[int],
+    recv_counts: list[int],
+    *,
+    trans_gmm_weight: bool = False,
+    permute_out_flag: bool = False,
+    comm_mode: str | None = None,
+    **_: Any,
+) -> None:
+    _product(c, gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, trans_gmm_weight, gmm_x)
+
+
+def _gmm_alltoallv(
+    c: Call,
+    gmm_x: T,
+    gmm_weight: T,
+    hcom: str,
+    ep_world_size: int,
+    send_counts: list[int],
+    recv_counts: list[int],
+    *,
+    trans_gmm_weight: bool = False,
+    comm_mode: str | None = None,
+    **_: Any,
+) -> None:
+    c.rank("gmm_weight", gmm_weight, 3)
+    moved = Spec((0, gmm_weight.shape[1 if trans_gmm_weight else 2]), gmm_x.dtype)
+    _product(c, gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, trans_gmm_weight, moved)
+
+
 CHECKS: Mapping[str, Callable[..., None]] = {
     "npu_moe_distribute_dispatch_v2": _dispatch_v2,
     "npu_moe_distribute_combine_v2": _combine_v2,
+    "npu_alltoallv_gmm": _alltoallv_gmm,
+    "npu_gmm_alltoallv": _gmm_alltoallv,
 }

@@ -23,7 +23,7 @@ from ascend_deep.native.torch_npu._call import Spec
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.soc import Target
 
-__all__ = ["aux_size", "combine_limits", "dispatch_limits", "ll_combine", "ll_dispatch"]
+__all__ = ["aux_size", "combine_limits", "communicator", "dispatch_limits", "ll_combine", "ll_dispatch"]
 
 DISPATCH, COMBINE = "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"
 _BUFFER = 200
@@ -35,7 +35,7 @@ def aux_size(rows: Any, num_experts: Any) -> Any:
     return rows * 128 + num_experts
 
 
-def _communicator(group: str) -> tuple[str, int]:
+def communicator(group: str) -> tuple[str, int]:
     """HCCL's own name of a process group, and this process's rank in it."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     process_group: Any = resolve(group)
@@ -61,7 +61,7 @@ def _choices(topk_idx: Tensor, most: int, experts: int) -> tuple[Tensor, Tensor]
 def ll_dispatch(args: LlDispatch) -> tuple[Tensor, ...]:
     """As the op says."""
     x, most, experts, ranks = args.x, int(args.max_tokens_per_rank), int(args.num_experts), int(args.group_size)
-    name, rank = _communicator(args.group)
+    name, rank = communicator(args.group)
     ids, active = _choices(args.topk_idx, most, experts)
     padded = torch.cat((x, x.new_zeros((most - x.shape[0], x.shape[1]))))
     rows, _, info, counts, received, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
@@ -84,7 +84,7 @@ def ll_dispatch(args: LlDispatch) -> tuple[Tensor, ...]:
 def ll_combine(args: LlCombine) -> Tensor:
     """As the op says."""
     most, experts, ranks = int(args.max_tokens_per_rank), int(args.num_experts), int(args.group_size)
-    name, rank = _communicator(args.group)
+    name, rank = communicator(args.group)
     ids, active = _choices(args.topk_idx, most, experts)
     tokens, topk = args.topk_idx.shape
     weights = args.topk_weights.to(torch.float32)

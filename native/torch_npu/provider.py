@@ -25,6 +25,7 @@ from ascend_deep.native.torch_npu import (
     gemm_k_grouped,
     indexer,
     parallel,
+    parallel_gemm,
     permute,
     quantise,
     routing,
@@ -116,14 +117,19 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., str | None]]] = {
     "mqa_topk": (indexer.mqa_topk, indexer.limits),
     "ll_dispatch": (parallel.ll_dispatch, parallel.dispatch_limits),
     "ll_combine": (parallel.ll_combine, parallel.combine_limits),
+    "alltoallv_gmm": (parallel_gemm.alltoallv_gmm, parallel_gemm.limits_there),
+    "gmm_alltoallv": (parallel_gemm.gmm_alltoallv, parallel_gemm.limits_back),
     "sparse_mqa_attention": (attention.sparse_mqa_attention, attention.limits),
 }
+
+# Their ranks differ in what they send. One that ran such a call elsewhere would leave the others waiting.
+_ALL_OR_NONE = frozenset({"alltoallv_gmm", "gmm_alltoallv"})
 
 TORCH_NPU = Provider(
     name="torch_npu",
     device="npu",
     unavailable=_unavailable,
-    kernels={op: _guarded(op, kernel) for op, (kernel, _) in _FAMILIES.items()},
+    kernels={op: kernel if op in _ALL_OR_NONE else _guarded(op, kernel) for op, (kernel, _) in _FAMILIES.items()},
     limits={op: _limited(op, limit) for op, (_, limit) in _FAMILIES.items()},
-    version="3",
+    version="4",
 )

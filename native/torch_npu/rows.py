@@ -66,6 +66,8 @@ _MXQ = "aclnnDynamicMxQuantV3"
 _DISPATCH = "aclnnMoeDistributeDispatchV2, constraints"
 _DISPATCH_NPU = "torch_npu 2.13, npu_moe_distribute_dispatch_v2"
 _COMBINE = "aclnnMoeDistributeCombineV2, constraints"
+_FUSED = "aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv, constraints"
+_FUSED_NPU = "torch_npu 2.13, npu_alltoallv_gmm and npu_gmm_alltoallv"
 
 ROWS: tuple[Row, ...] = (
     Row("npu_moe_gating_top_k", "products", FAMILIES, "aclnnMoeGatingTopK, supported products"),
@@ -199,6 +201,24 @@ ROWS: tuple[Row, ...] = (
     Row("npu_moe_distribute_combine_v2", "mask_dims", (1,), _COMBINE, A2),
     Row("npu_moe_distribute_combine_v2", "mask_dims", (1, 2), _COMBINE, A3_A5),
     Row("npu_moe_distribute_combine_v2", "needs_expand_scales", True, _COMBINE, A2),
+    *(
+        row
+        for op in ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
+        for row in (
+            # The documents of the kernels name the 950PR as well, those of torch_npu do not.
+            Row(op, "products", ("910_93", "950dt"), f"{_FUSED_NPU}, supported products"),
+            Row(op, "dtypes", (_F16, _BF16), _FUSED),
+            # Current documents add 128 ranks; those in the wheel do not.
+            Row(op, "ranks", (8, 16, 32, 64), _FUSED_NPU, ("910_93",)),
+            Row(op, "ranks", (2, 4, 8, 16, 32, 64), _FUSED, A5),
+            Row(op, "local_experts_max", 32, _FUSED),
+            Row(op, "counts_max", 256, _FUSED),
+            Row(op, "columns_max", 65535, _FUSED),
+            Row(op, "rows_min", 1, _FUSED),
+            Row(op, "rows_max", 52428799, _FUSED),
+            Row(op, "bytes_min", 2 * 2**20, _FUSED_NPU, ("910_93",)),
+        )
+    ),
 )
 
 _BY_NAME: Mapping[tuple[str, str], tuple[Row, ...]] = {

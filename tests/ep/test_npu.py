@@ -104,7 +104,7 @@ def _round_trip(rank: int, ranks: int) -> None:
         library.define(schema)
         library.impl(schema.partition("(")[0], kernel, "CPU")
     # HCCL's name of the group is the one thing that needs an NPU.
-    with mock.patch.object(parallel, "_communicator", lambda group: ("hccl", rank)):
+    with mock.patch.object(parallel, "communicator", lambda group: ("hccl", rank)):
         _both(rank, ranks)
 
 

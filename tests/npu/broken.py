@@ -26,6 +26,8 @@ _TIED: dict[str, dict[str, tuple[int, ...]]] = {
     "npu_clipped_swiglu": {"x": (1,)},
     "npu_quant_matmul": {"x1": (1,), "x2": (0,), "scale": (0,)},
     "npu_moe_distribute_dispatch_v2": {"expert_ids": (0,)},
+    "npu_alltoallv_gmm": {"gmm_x": (0, 1), "gmm_weight": (0, 1)},
+    "npu_gmm_alltoallv": {"gmm_x": (0, 1), "gmm_weight": (0, 1)},
     "npu_moe_distribute_combine_v2": {"expert_scales": (0, 1), "expand_scales": (0,)},
 }
 _TIED_SCALES = {"scale": (0, 1), "per_token_scale": (0,), "pertoken_scale": (0,)}

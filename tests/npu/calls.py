@@ -72,8 +72,24 @@ def valid(op: str, family: str) -> Call:
             "expand_x": spec(BF16, rows, 7168), "expert_ids": spec(I32, 8, 8), **info,
             "expert_scales": spec(F32, 8, 8), **group, **tail,
         }  # fmt: skip
+    if op in ("npu_alltoallv_gmm", "npu_gmm_alltoallv"):
+        return fused(8, 4, 128)
     assert op == "npu_moe_distribute_dispatch_v2", (op, new)
     return {"x": spec(BF16, 8, 7168), "expert_ids": spec(I32, 8, 8), **group}
+
+
+def fused(ranks: int, local: int, each: int, *, columns: int = 2048, dtype: torch.dtype = BF16) -> Call:
+    """Rows of ``local`` experts on each of ``ranks``, ``each`` of them for every expert."""
+    counts = [each] * (ranks * local)
+    rows = {"gmm_x": spec(dtype, sum(counts), columns), "gmm_weight": spec(dtype, local, columns, columns)}
+    return {**rows, "hcom": "g", "ep_world_size": ranks, "send_counts": counts, "recv_counts": counts}
+
+
+def _uneven(rows: int, columns: int = 2048) -> Call:
+    """``rows`` rows, all of one expert."""
+    counts = [rows, *[0] * 31]
+    operands = {"gmm_x": spec(BF16, rows, columns), "gmm_weight": spec(BF16, 4, columns, columns)}
+    return {**operands, "send_counts": counts, "recv_counts": counts}
 
 
 def quantised(op: str, blocks: str, four: bool = False) -> Call:
@@ -314,6 +330,17 @@ SIDES: dict[tuple[str, str], Callable[[str], tuple[Call, Call]]] = {
     (COMBINE, "mask_dims"): lambda f: _masks(f),
     (COMBINE, "needs_expand_scales"): lambda f: ({"expand_scales": spec(F32, 512)}, {"expand_scales": None}),
 }
+for _op in ("npu_alltoallv_gmm", "npu_gmm_alltoallv"):
+    SIDES |= {
+        (_op, "dtypes"): lambda f: (fused(8, 4, 128, dtype=F16), fused(8, 4, 128, dtype=F32)),
+        (_op, "ranks"): lambda f: (fused(64, 4, 128), fused(128, 1, 128)),
+        (_op, "local_experts_max"): lambda f: (fused(8, 32, 128), fused(8, 33, 128)),
+        (_op, "counts_max"): lambda f: (fused(16, 16, 128), fused(16, 17, 128)),
+        (_op, "columns_max"): lambda f: (fused(8, 4, 1, columns=65535), fused(8, 4, 1, columns=65536)),
+        (_op, "rows_min"): lambda f: (_uneven(512), _uneven(0)),
+        (_op, "rows_max"): lambda f: (_uneven(52428799, 64), _uneven(52428800, 64)),
+        (_op, "bytes_min"): lambda f: (_uneven(512), _uneven(511)),
+    }
 
 # The calls that the vendor's own fakes accept, all but the last: what is wrong, op, arguments.
 EIGHT: list[tuple[str, str, Call]] = [
