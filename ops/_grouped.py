@@ -65,10 +65,12 @@ def check_m_grouped(
 
 
 def check_alignment(op: str, alignment: Any) -> None:
+    """An alignment of at least 1."""
     torch._check_value(alignment >= 1, lambda: f"{op}: alignment is {alignment}; it must be at least 1.")
 
 
 def check_expected(op: str, expected_m: Any) -> None:
+    """A hint of at least one row."""
     torch._check_value(
         expected_m >= 1, lambda: f"{op}: expected_m is {expected_m}; it is a number of rows, at least 1."
     )

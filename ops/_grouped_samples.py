@@ -51,6 +51,7 @@ def padded_rows(counts: Sequence[int], alignment: int, rows: int, width: int, g:
 
 
 def m_grouped_samples() -> Iterator[Sample]:
+    """Both layouts and groupings, empty groups, gaps with NaN, odd strides, float32 results."""
     g = torch.Generator().manual_seed(41)
 
     def case(
@@ -99,6 +100,7 @@ def m_grouped_samples() -> Iterator[Sample]:
 
 
 def k_grouped_samples() -> Iterator[Sample]:
+    """Both groupings, empty groups, gaps with NaN, something to add."""
     g = torch.Generator().manual_seed(42)
 
     def case(
@@ -131,6 +133,7 @@ def k_grouped_samples() -> Iterator[Sample]:
 
 
 def k_grouped_acc_samples() -> Iterator[Sample]:
+    """The same into a tensor that is there."""
     g = torch.Generator().manual_seed(43)
     for name, counts, rows, dtype, grouping in (
         ("psum-f32", (3, 0, 2), 12, _FULL, "psum"),
@@ -143,6 +146,7 @@ def k_grouped_acc_samples() -> Iterator[Sample]:
 
 
 def masked_samples() -> Iterator[Sample]:
+    """Counts from none to all rows, NaN in the others."""
     g = torch.Generator().manual_seed(44)
 
     def case(name: str, counts: Sequence[int], rows: int, n: int = 5, k: int = 6, hint: int = 3) -> Sample:

@@ -94,6 +94,7 @@ def _known(device: str) -> bool:
 
 
 def uses_autocast(gm: fx.GraphModule) -> bool:
+    """Whether autocast is on now, or is entered in the graph."""
     if _active():
         return True
     return any(getattr(n.target, "__name__", "") == "_enter_autocast" for n in gm.graph.nodes)

@@ -209,6 +209,7 @@ def below(term: Term, limit: int = 48) -> Iterator[Term]:
 
 
 def stored_problem(pair: Pair) -> Refusal | None:
+    """Why the op cannot read the experts: too many products, permuted weights, shapes or routing that differ."""
     first, second = pair.first, pair.second
     if len(pair.others) > 1:
         return Refusal(

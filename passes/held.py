@@ -61,12 +61,16 @@ class Held:
 
 @dataclass(frozen=True)
 class _Place:
+    """Where an argument stands among the tensors of the opaque op, or among its sizes."""
+
     index: int
     size: bool  # among the sizes
 
 
 @dataclass(frozen=True)
 class _Body:
+    """A graph inside the graph, by its name."""
+
     name: str
 
 

@@ -17,6 +17,7 @@ _FORMATS = {str(f): f for f in (torch.contiguous_format, torch.preserve_format, 
 
 
 def to_json(a: Any) -> Any:
+    """An argument of a step as JSON; what JSON has no word for becomes a dict of one entry, its kind."""
     if isinstance(a, Ref):
         return {"ref": a.index}
     if isinstance(a, Size):
@@ -39,6 +40,7 @@ def to_json(a: Any) -> Any:
 
 
 def from_json(a: Any) -> Any:
+    """The argument that ``to_json`` wrote."""
     if isinstance(a, list):
         return [from_json(x) for x in a]
     if not isinstance(a, dict):
@@ -58,16 +60,19 @@ def from_json(a: Any) -> Any:
 
 
 def target_name(target: Any) -> str:
+    """The name of what a step calls, ``"aten.mul.Tensor"`` or ``"module:function"``."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{target.__module__}:{target.__name__}"
 
 
 def short_name(name: str) -> str:
+    """A target's name without overload or module, for people."""
     return ".".join(name.split(".")[:2]) if ":" not in name else name.split(":")[1]
 
 
 def target_of(name: str) -> Any:
+    """What ``target_name`` named. Raises ValueError for what this version does not know."""
     if ":" in name:
         known = {"_operator:getitem": operator.getitem, f"{torch.clone.__module__}:clone": torch.clone}
         if name not in known:

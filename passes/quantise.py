@@ -182,6 +182,7 @@ def _roots(view: GraphView, anchor: fx.Node) -> list[fx.Node]:
 
 
 def fewer(view: GraphView, node: fx.Node, x: fx.Node) -> bool:
+    """Whether ``node`` is float32 with fewer elements than ``x``, as the scales of ``x`` are."""
     value, whole = view.tensor(node), view.tensor(x)
     if value is None or whole is None or value.dtype != torch.float32:
         return False
