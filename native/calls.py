@@ -31,6 +31,7 @@ __all__ = [
     "MGroupedBf16",
     "MGroupedScaled",
     "MaskedScaled",
+    "PackSf",
     "takes",
 ]
 
@@ -219,6 +220,19 @@ class KGroupedScaledAcc(NamedTuple):
     grouped_layout: Tensor
     gran_k: int
     ks: Sequence[int] | None
+    grouping: str
+    alignment: int
+
+
+class PackSf(NamedTuple):
+    """A call of ``pack_sf``."""
+
+    sf: Tensor
+    grouped_layout: Tensor | None
+    mn: int
+    k: int
+    gran: Sequence[int]
+    target: str
     grouping: str
     alignment: int
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import PackSf, takes
 from ascend_deep.ops import _check, _sf
 from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops._quant_samples import pack_sf_samples
@@ -118,18 +119,10 @@ def unpack_sf(sf: Tensor, *, k: int, gran_k: int) -> Tensor:
     return _sf.logical(sf, groups)
 
 
-def _check_args(
-    sf: Tensor,
-    grouped_layout: Tensor | None,
-    *,
-    mn: int,
-    k: int,
-    gran: Sequence[int],
-    target: str,
-    grouping: str,
-    alignment: int,
-) -> None:
+@takes(PackSf)
+def _check_args(x: PackSf) -> None:
     op = "pack_sf"
+    sf, grouped_layout, mn, k, gran, target, grouping, alignment = x
     _check.choice(op, "target", target, TARGETS)
     _check.choice(op, "grouping", grouping, _GROUPINGS)
     _check.dtypes(op, "sf", sf, (torch.float32,))
@@ -159,18 +152,17 @@ def _check_args(
         )
     # The type is exact: fake and functional tensors have no values.
     if type(sf) is Tensor and sf.device.type == "cpu":
-        _powers_of_two(sf, grouped_layout, k, gran_k, target, grouping, alignment)
+        _powers_of_two(x)
 
 
-def _powers_of_two(
-    sf: Tensor, grouped_layout: Tensor | None, k: int, gran_k: int, target: str, grouping: str, alignment: int
-) -> None:
-    """Raise ``ValueError`` for a scale that the packed form of ``target`` cannot hold; waits for the device."""
-    if TARGETS[target].sf_format == "fp32" or not sf.numel():
+def _powers_of_two(x: PackSf) -> None:
+    """Raise ``ValueError`` for a scale that the packed form of the target cannot hold; waits for the device."""
+    sf, layout, grouping, gran_k = x.sf, x.grouped_layout, x.grouping, x.gran[1]
+    if TARGETS[x.target].sf_format == "fp32" or not sf.numel():
         return
     used = sf
-    if grouped_layout is not None:
-        starts, ends = _blocks(grouped_layout, grouping, alignment, sf.shape[0] if grouping == "psum" else k)
+    if layout is not None:
+        starts, ends = _blocks(layout, grouping, x.alignment, sf.shape[0] if grouping == "psum" else x.k)
         if grouping == "psum":
             used = sf[_inside(sf.shape[0], starts, ends)]
         else:
@@ -180,7 +172,7 @@ def _powers_of_two(
     if bad.numel():
         raise ValueError(
             f"pack_sf: sf holds {float(bad[0]):g}, which is no power of two from 2^-127 to 2^127, and target "
-            f"{target!r} has no others; quantise again with ue8m0=True: a scale cannot be rounded without its data."
+            f"{x.target!r} has no others; quantise again with ue8m0=True: a scale cannot be rounded without its data."
         )
 
 
@@ -228,17 +220,9 @@ def _along_k(target: Target, grouping: str) -> bool:
     return grouping in ("k_psum", "k_sizes") and target.compact
 
 
-def _reference(
-    sf: Tensor,
-    grouped_layout: Tensor | None,
-    *,
-    mn: int,
-    k: int,
-    gran: Sequence[int],
-    target: str,
-    grouping: str,
-    alignment: int,
-) -> Tensor:
+@takes(PackSf)
+def _reference(x: PackSf) -> Tensor:
+    sf, grouped_layout, mn, k, gran, target, grouping, alignment = x
     wants = TARGETS[target]
     packed = wants.sf_format != "fp32"
     gran_k = gran[1]
@@ -270,21 +254,12 @@ def _reference(
     return out.copy_(sf)
 
 
-def _fake(
-    sf: Tensor,
-    grouped_layout: Tensor | None,
-    *,
-    mn: int,
-    k: int,
-    gran: Sequence[int],
-    target: str,
-    grouping: str,
-    alignment: int,
-) -> Tensor:
-    wants = TARGETS[target]
-    gran_mn, gran_k = _sf.check_gran("pack_sf", "gran", gran)
-    groups = _sf.ceil_div(k, wants.gran_k or gran_k)
-    columns = _columns(wants, grouping, groups, 0 if grouped_layout is None else grouped_layout.shape[0])
+@takes(PackSf)
+def _fake(x: PackSf) -> Tensor:
+    sf, mn, wants = x.sf, x.mn, TARGETS[x.target]
+    gran_mn, gran_k = _sf.check_gran("pack_sf", "gran", x.gran)
+    groups = _sf.ceil_div(x.k, wants.gran_k or gran_k)
+    columns = _columns(wants, x.grouping, groups, 0 if x.grouped_layout is None else x.grouped_layout.shape[0])
     lead = sf.shape[:-2]
     if wants.sf_format != "fp32":
         return _sf.empty_packed(sf, lead, mn, columns, wants.sf_format)
@@ -293,8 +268,9 @@ def _fake(
     return _sf.empty_mn_major(sf, lead, mn, columns, torch.float32, _sf.align(mn, 4))
 
 
-def _debug(sf: Tensor, grouped_layout: Tensor | None, **a: Any) -> None:
-    _powers_of_two(sf, grouped_layout, a["k"], a["gran"][1], a["target"], a["grouping"], a["alignment"])
+@takes(PackSf)
+def _debug(x: PackSf) -> None:
+    _powers_of_two(x)
 
 
 PACK_SF = OpDef(
