@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_deep import ops
 from ascend_deep.native.torch_npu import provider, soc
-from ascend_deep.native.torch_npu.checks import CHECKS, refusal
 from ascend_deep.native.torch_npu.provider import REFUSED_AT_RUN_TIME, TORCH_NPU
+from tests.npu.rig.emitted_calls import Emitted
 
 # The least number of sample calls that have to be computed, and the vendor ops that have to take part.
 EXPECTED = {
@@ -28,25 +27,6 @@ EXPECTED = {
 }
 
 
-class _Emitted(TorchDispatchMode):
-    """Every call of a vendor op, checked against our limits."""
-
-    def __init__(self, target: soc.Target) -> None:
-        super().__init__()
-        self.target = target
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("npu::"):
-            op = name.removeprefix("npu::")
-            self.seen.add(op)
-            assert op in CHECKS, f"{op} is emitted without limits"
-            sentence = refusal(op, self.target, *args, **(kwargs or {}))
-            assert sentence is None, sentence
-        return func(*args, **(kwargs or {}))
-
-
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
@@ -57,7 +37,7 @@ def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: soc.T
     if reason is not None:
         assert reason.reason.endswith(".")
         return reason.reason
-    with _Emitted(target) as emitted:
+    with Emitted(target) as emitted:
         out = TORCH_NPU.kernels[name](*args, **kwargs)
     return out, emitted.seen
 
