@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_deep.native.calls import MaskedScaled, MGroupedScaled, takes
+from ascend_deep.native.calls import MaskedScaled, MGroupedBf16, MGroupedScaled, takes
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.formats import E8M0, FP4_PAIRS, NUMBER, is_fp4, last_size, mx_pairs
@@ -99,25 +99,15 @@ def _by_label(a: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return _brought_back(_product(rows, weight, counts), row_map)
 
 
-def bf16(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``m_grouped_gemm_bf16``; the schema's arguments."""
-    a, weight = a.contiguous(), _weight(b, layout)
-    if grouping == "labels":
-        return _by_label(a, weight, grouped_layout.unsqueeze(1))
-    counts, used = psum_layout(grouped_layout, a.shape[0], alignment)
+@takes(MGroupedBf16)
+def bf16(x: MGroupedBf16) -> Tensor:
+    """``m_grouped_gemm_bf16``."""
+    a, weight = x.a.contiguous(), _weight(x.b, x.layout)
+    if x.grouping == "labels":
+        return _by_label(a, weight, x.grouped_layout.unsqueeze(1))
+    counts, used = psum_layout(x.grouped_layout, a.shape[0], x.alignment)
     out = _product(a, weight, counts)
-    return zeroed(out, used) if zero_padding else out
+    return zeroed(out, used) if x.zero_padding else out
 
 
 def bf16_masked(a: Tensor, b: Tensor, masked_m: Tensor, *, expected_m: int) -> Tensor:
@@ -127,23 +117,12 @@ def bf16_masked(a: Tensor, b: Tensor, masked_m: Tensor, *, expected_m: int) -> T
     return out.reshape(a.shape[0], a.shape[1], b.shape[1])
 
 
-def bf16_limits(
-    target: Target,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    *,
-    layout: str,
-    grouping: str,
-    alignment: int,
-    expected_m: int | None,
-    zero_padding: bool,
-    out_dtype: torch.dtype | None,
-) -> str | None:
+@takes(MGroupedBf16)
+def bf16_limits(target: Target, x: MGroupedBf16) -> str | None:
     """Why the vendor's op does not compute this call of ``m_grouped_gemm_bf16``; ``None`` if it does."""
-    if out_dtype == torch.float32:
+    if x.out_dtype == torch.float32:
         return "out_dtype is float32; the vendor's grouped product of bfloat16 is bfloat16."
-    return _unsuited(a, b) or _refused(target, a, b, layout, a.shape[0], grouping == "labels")
+    return _unsuited(x.a, x.b) or _refused(target, x.a, x.b, x.layout, x.a.shape[0], x.grouping == "labels")
 
 
 def bf16_masked_limits(target: Target, a: Tensor, b: Tensor, masked_m: Tensor, *, expected_m: int) -> str | None:

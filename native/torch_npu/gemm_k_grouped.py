@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import KGroupedBf16, takes
 from ascend_deep.native.torch_npu._call import Spec, known
 from ascend_deep.native.torch_npu.checks import refusal
 from ascend_deep.native.torch_npu.gemm import EMPTY
@@ -32,44 +33,26 @@ def _ends(layout: Tensor, grouping: str, alignment: Any) -> Tensor:
     return aligned.cumsum(0) - aligned + sizes
 
 
-def k_grouped(
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """As the op says; the schema's arguments."""
-    counts, used = psum_layout(_ends(grouped_layout, grouping, alignment), a.shape[0], alignment)
-    left, right = zeroed(a, used).contiguous(), zeroed(b, used).contiguous()
+@takes(KGroupedBf16)
+def k_grouped(x: KGroupedBf16) -> Tensor:
+    """As the op says."""
+    counts, used = psum_layout(_ends(x.grouped_layout, x.grouping, x.alignment), x.a.shape[0], x.alignment)
+    left, right = zeroed(x.a, used).contiguous(), zeroed(x.b, used).contiguous()
     (out,) = torch.ops.npu.npu_grouped_matmul([left.t()], [right], group_list=counts, **_HOW)
     return torch.where((counts > 0).view(-1, 1, 1), out, torch.zeros((), dtype=out.dtype, device=out.device))
 
 
-def limits(
-    target: Target,
-    a: Tensor,
-    b: Tensor,
-    grouped_layout: Tensor,
-    c: Tensor | None,
-    *,
-    ks: list[int] | None,
-    grouping: str,
-    alignment: int,
-    out_dtype: torch.dtype | None,
-) -> str | None:
+@takes(KGroupedBf16)
+def limits(target: Target, x: KGroupedBf16) -> str | None:
     """Why the vendor's op does not compute this call of ``k_grouped_gemm_bf16``; ``None`` if it does."""
-    if c is not None:
+    a, b = x.a, x.b
+    if x.c is not None:
         return "there is a c to add; the vendor's product would be rounded before the sum."
-    if out_dtype == torch.float32:
+    if x.out_dtype == torch.float32:
         return "out_dtype is float32; the vendor's grouped product of bfloat16 is bfloat16."
-    for name, x in (("a", a), ("b", b), ("grouped_layout", grouped_layout)):
-        if any(known(size) and size == 0 for size in x.shape):
+    for name, tensor in (("a", a), ("b", b), ("grouped_layout", x.grouped_layout)):
+        if any(known(size) and size == 0 for size in tensor.shape):
             return f"{name} {EMPTY}"
     rows, weight = Spec((a.shape[1], a.shape[0]), a.dtype, swapped=True), Spec(tuple(b.shape), b.dtype)
-    counts = Spec((grouped_layout.shape[0],), torch.int64)
+    counts = Spec((x.grouped_layout.shape[0],), torch.int64)
     return refusal("npu_grouped_matmul", target, [rows], [weight], group_list=counts, **_HOW)
