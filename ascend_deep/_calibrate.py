@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from ascend_deep._paths import file_problem
 
 if TYPE_CHECKING:
     from ascend_deep.calibrate import Failed
@@ -64,6 +65,7 @@ def calibrate(
         return typer.Exit(code)
 
     from ascend_deep import calibrate as measuring
+    from ascend_deep import lowering
     from ascend_deep.calibrate_cases import CASES
     from ascend_deep.options import DOWNSTREAMS
 
@@ -83,12 +85,13 @@ def calibrate(
     module: Any = getattr(torch, chosen, None)
     if chosen != "cpu" and not (module is not None and module.is_available()):
         raise stop(f"--device is {chosen!r}, and there is none that torch can use here.", _BAD_INPUT)
-    if not output.parent.is_dir():
-        raise stop(f"--output is {str(output)!r}, and there is no folder {output.parent}.", _BAD_INPUT)
-    if output.is_dir():
-        raise stop(f"--output is {str(output)!r}, which is a folder; it takes the name of a file.", _BAD_INPUT)
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise stop(f"--output is {str(output)!r}, which cannot be written: permission denied.", _BAD_INPUT)
+    wrong_place = file_problem("--output", output)
+    if wrong_place is not None:
+        raise stop(wrong_place, _BAD_INPUT)
+    try:
+        lowering.lookup(lowering.choose(downstream, [torch.empty(0, device=chosen)]))
+    except RuntimeError as error:
+        raise stop(str(error), _BAD_INPUT) from None
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

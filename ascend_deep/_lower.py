@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ascend_deep._paths import folder_problem
+
 __all__ = ["lower"]
 
 _FAILED, _BAD_INPUT = 1, 2
@@ -67,15 +69,23 @@ def lower(
 
         from ascend_deep import lowering, models
         from ascend_deep.lowering.torchair_offline import OfflineError, import_torch_npu
-        from ascend_deep.options import Options
+        from ascend_deep.options import TARGETS, Options
 
+        targets = [t for t in TARGETS if t.startswith("ascend")]
+        if target not in targets:
+            raise models.BadInput(f"--target is {target!r}; lower takes {', '.join(targets)}.")
         options = Options.parse({"target": target, "emit": emit, "emit_to": str(output), "downstream": "eager"})
+        fields, sizes = models.parse_fields(set_ or ()), models.parse_shape(shape)
+        models.check_arguments(dtype, layers)
+        wrong_place = folder_problem("--output", output)
+        if wrong_place is not None:
+            raise models.BadInput(wrong_place)
         import_torch_npu(lowering.stubs_folder())
         loaded = models.load(
             model,
-            fields=models.parse_fields(set_ or ()),
+            fields=fields,
             layers=layers,
-            shape=models.parse_shape(shape),
+            shape=sizes,
             dtype=dtype,
             experts_implementation=experts_implementation,
             training=training,
@@ -84,6 +94,11 @@ def lower(
         raise stop(str(error), _FAILED) from None
     except (ValueError, FileNotFoundError) as error:
         raise stop(str(error), _BAD_INPUT) from None
+    except RuntimeError as error:
+        # Compared by name: the class comes with torch. It is the user's own code that raised.
+        if type(error).__name__ != "ModelError" or os.environ.get("ASCEND_DEEP_TRACEBACK") == "1":
+            raise
+        raise stop(f"{error} (ASCEND_DEEP_TRACEBACK=1 shows where)", _FAILED) from None
     before = set(output.glob("compile_*")) if output.is_dir() else set()
     try:
         with contextlib.nullcontext() if training else torch.no_grad():

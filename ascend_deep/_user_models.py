@@ -82,7 +82,11 @@ def from_import(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Loaded
         )
     if len(parts) == 1:
         model = model.to(dtype)
-        args = (torch.randn(shape, dtype=dtype),)
+        try:
+            args = (torch.randn(shape, dtype=dtype),)
+        except RuntimeError as error:
+            text = ",".join(map(str, shape))
+            raise BadInput(f"shape is {text}; no tensor of {dtype} of that size can be made here.") from error
     elif isinstance(args, torch.Tensor):
         args = (args,)
     return Loaded(model, tuple(args), dict(kwargs), type(model).__name__)
@@ -97,7 +101,7 @@ def _import(module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ImportError as error:
         raise BadInput(f"cannot import {module_name!r}: {error}.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"importing {module_name!r} raised {_told(error)}") from error
 
 
@@ -121,7 +125,7 @@ def _import_file(path: str) -> ModuleType:
         sys.path.insert(0, str(file.parent))  # as `python file.py` does: it may import what lies beside it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[file.stem]
         raise ModelError(f"importing {path!r} raised {_told(error)}") from error
     return module
@@ -137,7 +141,7 @@ def _make(name: str, value: Any) -> Any:
         raise BadInput(f"{name!r} needs the argument {needed[0]!r}; name a callable without required arguments.")
     try:
         return value()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{name!r} raised {_told(error)}") from error
 
 
@@ -150,7 +154,7 @@ def _required(value: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An error as the end of a sentence, on one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}." if lines else f"{type(error).__name__}."

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -23,6 +22,8 @@ from rich.table import Table
 
 from ascend_deep._calibrate import calibrate
 from ascend_deep._lower import lower
+from ascend_deep._paths import file_problem
+from ascend_deep._show import finite, plain, short_error, status
 from ascend_deep.coverage.command import coverage
 
 if TYPE_CHECKING:
@@ -158,7 +159,12 @@ def explain(
         chosen = {"enable": enable or (), "disable": disable or (), "force": force or ()}
         options = Options.parse({"target": target, "downstream": downstream, "calibration": calibration, **chosen})
         form = format_ or _format_of(output)
-        with _status(f"Building {model}"):
+        if options.downstream != "auto":
+            _installed(options.downstream)
+        wrong_place = file_problem("--output", output) if output is not None else None
+        if wrong_place is not None:
+            raise ValueError(wrong_place)
+        with status(f"Building {model}"):
             loaded = _load(model, set_, layers, shape, dtype, experts_implementation, training)
         if prepare:
             _prepare(loaded)
@@ -168,7 +174,7 @@ def explain(
             )
     from ascend_deep.passes import show
 
-    with _model_errors(), _status(f"Compiling {loaded.name}"), show.recording() as blocks:
+    with _model_errors(), status(f"Compiling {loaded.name}"), show.recording() as blocks:
         report = _explain(loaded, options, training)
     _emit(report, form, output)
     if normal_form:
@@ -191,7 +197,7 @@ def doctor(format_: Annotated[Plain, typer.Option("--format", help="text or json
     """
     from ascend_deep.doctor import check_all, worst
 
-    with _status("Looking around"):
+    with status("Looking around"):
         checks = check_all()
     failed = worst(checks) == "fail"
     if format_ is Plain.json:
@@ -202,7 +208,7 @@ def doctor(format_: Annotated[Plain, typer.Option("--format", help="text or json
         for check in checks:
             mark, style = marks[check.status]
             fix = "" if check.status == "ok" else check.fix
-            table.add_row(f"[{style}]{mark}[/]", check.name, _plain(check.found + (f"\n{fix}" if fix else "")))
+            table.add_row(f"[{style}]{mark}[/]", check.name, plain(check.found + (f"\n{fix}" if fix else "")))
         Console().print(table)
     raise typer.Exit(FAILED if failed else 0)
 
@@ -226,12 +232,12 @@ def replay(
     with _bad_input():
         from ascend_deep.passes.replay import replay as run_again
 
-        with _status("Running the probes"):
+        with status("Running the probes"):
             result = run_again(certificate)
     if format_ is Plain.json:
-        print(json.dumps({k: _finite(v) for k, v in dataclasses.asdict(result).items()}, indent=2))
+        print(json.dumps({k: finite(v) for k, v in dataclasses.asdict(result).items()}, indent=2))
     else:
-        Console().print(_plain(result.text), style="green" if result.ok else "red")
+        Console().print(plain(result.text), style="green" if result.ok else "red")
     raise typer.Exit(0 if result.ok else FAILED)
 
 
@@ -273,11 +279,11 @@ def bench(
             import torch
 
             torch.set_num_threads(threads)
-        with _status(f"Building {model}"):
+        with status(f"Building {model}"):
             loaded = _load(model, set_, layers, shape, dtype, experts_implementation, training)
         if prepare:
             _prepare(loaded)
-    with _model_errors(), _status(f"Timing {loaded.name}") as say:
+    with _model_errors(), status(f"Timing {loaded.name}") as say:
         names = tuple(dict.fromkeys((*wanted, "ascend_deep")))
         rows = timing.run(loaded, contenders=names, rounds=rounds, training=training, progress=say)
     if format_ is Plain.json:
@@ -291,7 +297,7 @@ def bench(
         print(json.dumps(data, indent=2))
         return
     facts = (loaded.name, "training" if training else "inference", loaded.inputs(), loaded.dtype())
-    table = Table(title=_plain(", ".join(f for f in facts if f)))
+    table = Table(title=plain(", ".join(f for f in facts if f)))
     table.add_column("")
     for column in ("first call", "median", "fastest", "speed-up", "difference"):
         table.add_column(column, justify="right")
@@ -329,12 +335,21 @@ def _load(
     )
 
 
+def _installed(downstream: str) -> None:
+    from ascend_deep import lowering
+
+    try:
+        lowering.lookup(downstream)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def _prepare(loaded: Loaded) -> None:
     import ascend_deep
 
-    with _status("Preparing"):
+    with status("Preparing"):
         prepared = ascend_deep.prepare(loaded.model)
-    Console(stderr=True).print(_plain(str(prepared)))
+    Console(stderr=True).print(plain(str(prepared)))
 
 
 def _explain(loaded: Loaded, options: Any, training: bool) -> Report:
@@ -360,7 +375,7 @@ def _emit(report: Report, form: Format, output: Path | None) -> None:
         output.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         _stop(f"cannot write {output}: {error.strerror or error}.", BAD_INPUT)
-    Console(stderr=True).print(_plain(f"Wrote {output}."))
+    Console(stderr=True).print(plain(f"Wrote {output}."))
 
 
 def _format_of(output: Path | None) -> Format:
@@ -370,7 +385,7 @@ def _format_of(output: Path | None) -> Format:
 
 # -- errors and progress ----------------------------------------------------------------------------------------------
 def _stop(sentence: str, code: int) -> NoReturn:
-    Console(stderr=True).print(_plain(f"ascend-deep: {sentence}"), style="red", soft_wrap=True)
+    Console(stderr=True).print(plain(f"ascend-deep: {sentence}"), style="red", soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -402,44 +417,9 @@ def _model_errors() -> Iterator[None]:
     except Exception as error:
         if wanted:
             raise
-        _stop(f"the model failed: {_short_error(error)} (ASCEND_DEEP_TRACEBACK=1 shows where).", FAILED)
+        _stop(f"the model failed: {short_error(error)} (ASCEND_DEEP_TRACEBACK=1 shows where).", FAILED)
     finally:
         log.disabled = before
-
-
-def _short_error(error: Exception) -> str:
-    """Class and first line; of an error that Dynamo met while it traced a call, what the call said."""
-    text = str(error)
-    inner = re.search(r"failed to run FX node with fake tensors: (.*?): got (\w+)\((['\"])(.*?)\3\)", text, re.DOTALL)
-    if inner is not None:
-        call = re.search(r"(?:method|function|call_method) (\w+)", inner[1])
-        return f"{inner[2]}: {inner[4]}{f', in {call[1]}' if call else ''}"
-    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    more = next((line for line in lines[1:] if "Error" in line), "")
-    return f"{type(error).__name__}: {lines[0]} {more}".strip()
-
-
-@contextlib.contextmanager
-def _status(text: str) -> Iterator[Any]:
-    """A spinner on a terminal, nothing elsewhere. Yields a function that changes the text."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda more: None
-        return
-    with console.status(f"{text} …") as spinner:
-        yield lambda more: spinner.update(f"{text}: {more}")
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
-
-
-def _finite(value: Any) -> Any:
-    return (
-        str(value) if (isinstance(value, float) and value != value) or value in (float("inf"), -float("inf")) else value
-    )
 
 
 def main() -> None:

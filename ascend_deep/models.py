@@ -25,6 +25,7 @@ __all__ = [
     "BadInput",
     "Loaded",
     "ModelError",
+    "check_arguments",
     "load",
     "parse_fields",
     "parse_shape",
@@ -74,6 +75,7 @@ _SMALL: Mapping[str, Any] = {
     "n_groups": 1,
     "use_mamba_kernels": False,
 }
+_MOST_LAYERS = 1000
 _LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layers", "num_decoder_layers")
 # Families with latent attention have one key/value head per attention head.
 _LATENT_ATTENTION = "kv_lora_rank"
@@ -104,6 +106,14 @@ def parse_fields(items: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def check_arguments(dtype: str, layers: int | None) -> None:
+    """Raise ``BadInput`` if ``load`` would, whatever the model is."""
+    if dtype not in DTYPES:
+        raise BadInput(f"dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
+    if layers is not None and not 1 <= layers <= _MOST_LAYERS:
+        raise BadInput(f"layers is {layers}; it takes a number from 1 to {_MOST_LAYERS}.")
+
+
 def load(
     name: str,
     *,
@@ -130,10 +140,7 @@ def load(
         BadInput: with one sentence for the user.
         ModelError: the module or the callable that ``name`` stands for raised.
     """
-    if dtype not in DTYPES:
-        raise BadInput(f"dtype is {dtype!r}; it takes one of {', '.join(DTYPES)}.")
-    if layers is not None and layers < 1:
-        raise BadInput(f"layers is {layers}; it takes a number of at least 1.")
+    check_arguments(dtype, layers)
     torch.manual_seed(seed)
     if ":" in name or is_path(name):
         hf_only = {"--set": fields, "--layers": layers, "--experts-implementation": experts_implementation}
@@ -200,7 +207,8 @@ def _from_family(
         auto = auto if kind in auto._model_mapping else hf.AutoModel
         model = auto.from_config(config, dtype=dtype, **extra)
     except Exception as error:  # config classes and models check their fields in many ways
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         raise BadInput(f"cannot build {kind.__name__} with these fields: {first}") from error
     vocabulary = int(getattr(config, "vocab_size", _SMALL["vocab_size"]))
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, shape)

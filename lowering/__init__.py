@@ -11,7 +11,7 @@ from torch import fx
 
 from ascend_deep.lowering import _torch_compat, inductor
 
-__all__ = ["Stage", "choose", "emit", "hand_off", "stubs_folder"]
+__all__ = ["Stage", "choose", "emit", "hand_off", "lookup", "stubs_folder"]
 
 
 class Stage(Protocol):
@@ -52,7 +52,7 @@ def hand_off(
     """
     if downstream == "inductor":
         return inductor.compile(gm, example_inputs, stage, mode, inductor_options)
-    backend = _lookup(downstream)
+    backend = lookup(downstream)
     stage.run(gm)
     if downstream == "npu":
         from ascend_deep.lowering import torchair
@@ -87,7 +87,12 @@ def emit(gm: fx.GraphModule, example_inputs: Sequence[Any], family: str, folder:
     return torchair_emit.write(graphs, folder / f"compile_{number}")
 
 
-def _lookup(name: str) -> Callable[..., Any]:
+def lookup(name: str) -> Callable[..., Any]:
+    """The backend of torch.compile that a resolved name stands for.
+
+    Raises:
+        RuntimeError: it is not installed, in one sentence.
+    """
     import torch._dynamo
 
     if name not in torch._dynamo.list_backends(exclude_tags=()):

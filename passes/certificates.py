@@ -60,8 +60,10 @@ def find(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
+    if Path(name).name != name:  # a key has no folders in it
+        raise FileNotFoundError(f"there is no file {name!r}; a certificate is named by its file or by its key.")
     folder = store() / "certificates"
-    found = sorted(folder.glob(f"{name}*.json")) if name else []
+    found = sorted(p for p in folder.glob("*.json") if p.name.startswith(name))
     if len(found) != 1:
         what = f"{len(found)} certificates" if found else "no certificate"
         begin = "begin" if found else "begins"
@@ -74,8 +76,9 @@ def load(name: str) -> Certificate:
     path = find(name)
     try:
         return from_dict(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a certificate of this version: {error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is not a certificate of this version: {what}.") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,6 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ascend_deep import _paths
+from ascend_deep._paths import file_problem, folder_problem
+
 if TYPE_CHECKING:
     from ascend_deep.coverage.cells import Cell, Result
     from ascend_deep.coverage.table import Baseline
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["coverage"]
 
 _STATE = Path("out/coverage.jsonl")
+_TABLE = "coverage.json"
 _STYLES = {"fused": "green", "partial": "yellow", "left": "yellow", "wrong": "bold red", "failed": "bold red"}
 
 
@@ -77,6 +81,7 @@ def coverage(
         from ascend_deep.coverage.run import State, run
 
         kept = State(state or (None if check is not None else _STATE), "" if stale else _stamp(whole))
+        _look(kept.path, output if check is None else None)
         if fresh:
             kept.clear(c.key for c in wanted)
     start = time.monotonic()
@@ -119,10 +124,37 @@ def _cells(
     return [cell for f in chosen for cell in cells.cells_of(f, *ways)]
 
 
-def _read(path: Path) -> Baseline:
+def _look(state: Path | None, output: Path | None) -> None:
+    """Make the folders of what will be written; raise ``ValueError`` now if it cannot be, or is something else."""
+    problems: list[str | None] = []
+    if state is not None:
+        problems += [folder_problem("the folder of --state", state.parent)]
+        problems += [file_problem("--state", state) if state.parent.is_dir() else None]
+    if output is not None:
+        problems += [folder_problem("--output", output)]
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(problem)
+    for folder in (state.parent if state is not None else None, output):
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"the folder {folder} cannot be made: {error.strerror}.") from None
+    if state is not None and state.exists():
+        _paths.read("--state", state)
+    if output is not None and (output / _TABLE).exists():
+        _read(output / _TABLE, "the table in --output")
+
+
+def _read(path: Path, option: str = "--check") -> Baseline:
     from ascend_deep.coverage.table import Baseline
 
-    return Baseline.from_json(path.read_text(encoding="utf-8"))
+    text = _paths.read(option, path)
+    try:
+        return Baseline.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is {str(path)!r}, which is {error}") from None
 
 
 def versions() -> dict[str, str]:
@@ -140,7 +172,7 @@ def _stamp(whole: bool) -> str:
 def _write(folder: Path, results: Sequence[Result]) -> None:
     from ascend_deep.coverage.table import Baseline, to_markdown
 
-    data = folder / "coverage.json"
+    data = folder / _TABLE
     baseline = Baseline.of(versions(), results)
     if data.exists():
         baseline = _read(data).updated(baseline)

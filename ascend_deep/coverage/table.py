@@ -81,8 +81,9 @@ class Baseline:
                 for key, cell in data["cells"].items()
             }
             return Baseline(data["versions"], cells)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"not a coverage baseline of version {SCHEMA}: {error}.") from error
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"not a coverage baseline of version {SCHEMA}: {what}.") from error
 
 
 def _ordered(results: Iterable[Result]) -> list[Result]:

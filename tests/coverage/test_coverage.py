@@ -120,9 +120,26 @@ def test_the_command_writes_updates_and_checks(tmp_path):
     [
         (["--family", "mixtrl"], "transformers has no experts of that name"),
         (["--phase", "sleeping"], "--phase is 'sleeping'; it takes inference, training."),
-        (["--check", "nowhere.json"], "nowhere.json"),
+        (["--check", "nowhere.json"], "--check is 'nowhere.json', which cannot be read: there is no such file."),
+        (["--check", "/"], "--check is '/', which cannot be read: it is a folder."),
+        (["--state", "/"], "--state is '/', which is a folder; it takes the name of a file."),
+        (["--state", "/dev/null/x"], "the folder of --state is '/dev/null', which is to be a folder, but"),
+        (["--state", "s.jsonl", "--output", "/dev/null/x"], "--output is '/dev/null/x', which is to be a folder, but"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, sentence):
+def test_bad_input_is_one_sentence(arguments, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["coverage", *arguments])
     assert done.exit_code == 2 and sentence in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xdc\x00", "is not a text file."), (b"{}", "is not a coverage baseline of version 1: it has no 'schema'.")],
+)
+def test_a_file_of_another_kind_is_told_before_the_run(content, words, tmp_path):
+    (tmp_path / "coverage.json").write_bytes(content)
+    for arguments in (["--check", str(tmp_path / "coverage.json")], ["--output", str(tmp_path)]):
+        done = CliRunner().invoke(app, ["coverage", "--state", str(tmp_path / "s.jsonl"), *arguments])
+        assert done.exit_code == 2 and words in done.output.replace("\n", " "), done.output
+    assert (tmp_path / "coverage.json").read_bytes() == content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -47,6 +48,9 @@ class Failing(nn.Module):
 
 def broken():
     raise ValueError("no such weights\\nsecond line")
+
+def leaves():
+    raise SystemExit(3)
 
 def with_inputs():
     return Router().to(torch.bfloat16), (torch.randn(5, 16).bfloat16(),)
@@ -124,7 +128,22 @@ def test_nothing_fused_is_exit_code_3(model: str) -> None:
         (["explain", "mixtral", "--shape", "0,0"], "shape is 0,0; a Hugging Face model takes"),
         (["explain", "cli_models:Router", "--normal-form", "--format", "json"], "leave --format out"),
         (["explain", "cli_models:Router", "--set", "oops"], "name=value"),
-        (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "cannot write"),
+        (["explain", "cli_models:Plain", "-o", "/no/such/folder/r.html"], "and there is no folder /no/such/folder."),
+        (
+            ["explain", "cli_models:Plain", "-o", "/"],
+            "--output is '/', which is a folder; it takes the name of a file.",
+        ),
+        (["explain", "cli_models:Plain", "--shape", "99999999999,9999999"], "shape is 99999999999,9999999; no tensor"),
+        (["explain", "mixtral", "--layers", "9" * 12], "layers is 999999999999; it takes a number from 1 to 1000."),
+        (["explain", "mixtral", "--layers", "-1"], "layers is -1; it takes a number from 1 to 1000."),
+        (["explain", "mixtral", "--set", "hidden_size=a"], "for field 'hidden_size': TypeError: Field 'hidden_size'"),
+        (["replay", "/no/such/certificate"], "there is no file '/no/such/certificate'; a certificate is named by"),
+        (["replay", "/"], "there is no file '/'; a certificate is named by its file or by its key."),
+        (["replay", "*"], "begins with '*'"),
+        (["lower", "mixtral", "--target", "cpu"], "--target is 'cpu'; lower takes ascend950, ascend950dt, ascend910b,"),
+        (["lower", "mixtral", "--layers", "0"], "layers is 0; it takes a number from 1 to 1000."),
+        (["lower", "mixtral", "--shape", "a,2"], "shape is 'a,2'; it takes sizes separated by commas"),
+        (["lower", "mixtral", "-o", "/dev/null/x"], "--output is '/dev/null/x', which is to be a folder, but"),
         (["bench", "cli_models:Plain", "--against", "tpu"], "it takes eager or inductor"),
         (["replay", "no-such-certificate"], "begins with 'no-such-certificate'"),
         (["explain", "./no_such_file.py:Router"], "there is no file './no_such_file.py'"),
@@ -276,6 +295,20 @@ def test_bench_training_gives_gradients_back() -> None:
 def test_help_has_examples_and_exit_codes(command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0 and f"ascend-deep {command}" in result.stdout and "Exit code" in result.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchair") is not None, reason="it is installed")
+@pytest.mark.parametrize("arguments", [["explain", "mixtral"], ["calibrate", "--small"]])
+def test_a_compiler_that_is_not_installed_is_bad_input(arguments: list[str]) -> None:
+    result = runner.invoke(app, [*arguments, "--downstream", "npu"])
+    assert result.exit_code == 2
+    assert "option 'downstream' is 'npu', which needs torch_npu with torchair" in result.stderr.replace("\n", " ")
+
+
+def test_a_model_that_ends_the_process_has_not_been_explained(model: str) -> None:
+    """Its exit code would be read as ours."""
+    result = runner.invoke(app, ["explain", f"{model}:leaves"])
+    assert result.exit_code == 1 and "'cli_models:leaves' raised SystemExit: 3." in result.stderr.replace("\n", " ")
 
 
 def test_unknown_command_and_no_command() -> None:
