@@ -200,6 +200,10 @@ def _splits(op: str, args: EpDispatchCached | EpCombine) -> tuple[list[int], lis
     if not args.cpu_sync and type(args.splits) is not Tensor:
         return static, static
     sent, received, (how, *_) = args.splits.tolist()
+    if how < 4:  # every dispatch has room for a token
+        raise ValueError(
+            f"{op}: splits is not that of a handle, whose third row is never {how}; ep_dispatch returns one."
+        )
     for name, given, made in (
         ("expand", args.expand, bool(how & 1)),
         ("cpu_sync", args.cpu_sync, bool(how & 2)),
@@ -207,7 +211,14 @@ def _splits(op: str, args: EpDispatchCached | EpCombine) -> tuple[list[int], lis
     ):
         if given != made:
             raise ValueError(f"{op}: {name} is {given}, but the handle is of a dispatch where it was {made}.")
-    return (sent, received) if args.cpu_sync else (static, static)
+    if not args.cpu_sync:
+        return static, static
+    if sum(received) != args.src_meta.shape[0]:
+        raise ValueError(
+            f"{op}: splits is of a dispatch that received {sum(received)} rows, src_meta of one that received "
+            f"{args.src_meta.shape[0]}; both must be of the same handle."
+        )
+    return sent, received
 
 
 def _positions(args: EpDispatchCached | EpCombine) -> Tensor:

@@ -80,7 +80,7 @@ def test_sixteen_ranks_have_static_dispatch_and_combine(sixteen: DeviceMesh) -> 
         rows, local = 16 * MOST, EXPERTS // 16
         assert shapes == [
             (rows, HIDDEN), (0, 0), (rows, TOPK), (rows, TOPK), (local,),
-            (16,), (local,), (rows, TOPK + 2), (TOKENS, TOPK), (0,), (2, 16),
+            (16,), (local,), (rows, TOPK + 2), (TOKENS, TOPK), (0,), (3, 16),
         ]  # fmt: skip
         assert all(type(size) is int for shape in shapes for size in shape)
     for node in combines:

@@ -270,6 +270,24 @@ def test_a_handle_is_used_with_the_attributes_of_its_dispatch(expand: bool) -> N
             ops.ep_dispatch_cached(x, None, None, idx, *out[5:], num_recv=4, **{**how, name: value})
 
 
+def test_a_handle_that_no_dispatch_made_is_one_sentence() -> None:
+    x, idx = torch.randn(4, 6), torch.tensor([[2], [0], [3], [1]])
+    how: dict[str, Any] = {"num_experts": 4, "max_tokens_per_rank": 5, "expand": False, "cpu_sync": True}
+    first = ops.ep_dispatch(x, None, idx, **how)
+    other = ops.ep_dispatch(x[:3], None, idx[:3], **how)
+    for handle, words in (
+        ([torch.zeros_like(t) for t in first[5:]], "splits is not that of a handle, whose third row is never 0;"),
+        (
+            (*first[5:10], other.splits),
+            "splits is of a dispatch that received 3 rows, src_meta of one that received 4;",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^ep_combine: {words}"):
+            ops.ep_combine(first.recv_x, None, None, None, idx, *handle, **how)
+        with pytest.raises(ValueError, match=f"^ep_dispatch_cached: {words}"):
+            ops.ep_dispatch_cached(x, None, None, idx, *handle, num_recv=4, **how)
+
+
 def test_quantised_rows_have_no_gradient() -> None:
     x = torch.randn(4, 6).to(torch.float8_e4m3fn).requires_grad_()
     out = ops.ep_dispatch(x, None, torch.tensor([[0], [1], [0], [1]]), num_experts=2, max_tokens_per_rank=4)
