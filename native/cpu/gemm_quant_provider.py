@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_deep.native.calls import takes
+from ascend_deep.native.calls_moe import SwigluQuant
+
 __all__ = ["ACTS", "KERNELS", "LIMITS", "element_count", "empty_scales", "quantised"]
 
 ACTS = frozenset({"silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai", "silu_clamp"})
@@ -66,21 +69,12 @@ def _quant_fp4(x: Tensor, *, gran_k: int, sf_format: str) -> tuple[Tensor, Tenso
     return quantised(x, (1, gran_k), True, True, sf_format)
 
 
-def _swiglu_quant(
-    h: Tensor,
-    row_weight: Tensor | None,
-    *,
-    act: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    gran_k: int,
-    ue8m0: bool,
-    sf_format: str,
-) -> tuple[Tensor, Tensor]:
+@takes(SwigluQuant)
+def _swiglu_quant(args: SwigluQuant) -> tuple[Tensor, Tensor]:
+    h, row_weight = args.h, args.row_weight
     *lead, rows, columns = h.shape
     width = columns // 2
-    scales = empty_scales(lead, rows, -(-width // gran_k), 1, sf_format)
+    scales = empty_scales(lead, rows, -(-width // args.gran_k), 1, args.sf_format)
     data = torch.empty((*lead, rows, width), dtype=torch.float8_e4m3fn, device="cpu")
     if scales.numel() or data.numel():
         weights = None if row_weight is None else row_weight.to(torch.float32).reshape(-1, rows).contiguous()
@@ -91,12 +85,12 @@ def _swiglu_quant(
                 scales.view(-1, *scales.shape[-2:])[i],
                 source[i],
                 None if weights is None else weights[i],
-                act,
-                alpha,
-                limit,
-                interleaved,
-                gran_k,
-                ue8m0,
+                args.act,
+                args.alpha,
+                args.limit,
+                args.interleaved,
+                args.gran_k,
+                args.ue8m0,
             )
     return data, scales
 
