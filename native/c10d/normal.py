@@ -65,6 +65,35 @@ def _agree(sent: Tensor, told: dict[str, int], group: str, size: int) -> Tensor:
     return answer[:, 0].clone()
 
 
+def _told(args: EpDispatch) -> dict[str, int]:
+    """What the ranks tell each other: sizes that have to agree, by their names in sentences, and the tokens of each."""
+    x, x_sf, weights = args.x, args.x_sf, args.topk_weights
+    return {
+        "max_tokens_per_rank": int(args.max_tokens_per_rank),
+        "num_experts": int(args.num_experts),
+        "expert_alignment": int(args.expert_alignment),
+        "the number of columns of topk_idx": args.topk_idx.shape[1],
+        "the number of columns of x": x.shape[1],
+        "the number of bytes of an element of x": x.dtype.itemsize,
+        "the number of columns of x_sf (-1: no x_sf)": -1 if x_sf is None else x_sf.shape[1],
+        "whether there are topk_weights (bytes of one)": 0 if weights is None else weights.dtype.itemsize,
+        "tokens": x.shape[0],
+    }
+
+
+def _master(slots: Tensor, owner: Tensor, token: Tensor, target: Tensor, ranks: int) -> Tensor:
+    """The last choice that takes each row to its rank, [rows, 1]; -1 for rows without a token.
+
+    ``slots`` and ``owner`` [T, K] are of tokens, ``token`` and ``target`` [rows] of what is sent.
+    """
+    device = slots.device
+    lane = torch.where(slots >= 0, torch.arange(slots.shape[1], device=device), -1)
+    lane_to = torch.full((slots.shape[0], ranks + 1), -1, dtype=torch.int64, device=device)
+    lane_to = lane_to.scatter(1, torch.where(slots >= 0, owner, ranks), lane)
+    master = gather_rows(lane_to, token).gather(1, target.unsqueeze(1))
+    return torch.where(token.unsqueeze(1) >= 0, master, -1)
+
+
 @takes(EpDispatch)
 def ep_dispatch(args: EpDispatch) -> tuple[Tensor, ...]:
     """As the op says."""
@@ -79,18 +108,7 @@ def ep_dispatch(args: EpDispatch) -> tuple[Tensor, ...]:
     per_rank, _, hit = layout(topk_idx, experts, ranks)
     slots = send_slots(owner, hit, most)
     if cpu_sync:
-        told = {
-            "max_tokens_per_rank": most,
-            "num_experts": experts,
-            "expert_alignment": alignment,
-            "the number of columns of topk_idx": topk,
-            "the number of columns of x": x.shape[1],
-            "the number of bytes of an element of x": x.dtype.itemsize,
-            "the number of columns of x_sf (-1: no x_sf)": -1 if x_sf is None else x_sf.shape[1],
-            "whether there are topk_weights (bytes of one)": 0 if topk_weights is None else topk_weights.dtype.itemsize,
-            "tokens": x.shape[0],
-        }
-        splits = torch.stack((per_rank.cpu(), _agree(per_rank, told, group, ranks)))
+        splits = torch.stack((per_rank.cpu(), _agree(per_rank, _told(args), group, ranks)))
         sent, received = splits.tolist()
         starts = per_rank.cumsum(0) - per_rank
         token = scattering(positions(slots, starts, most), sum(sent))
@@ -102,15 +120,10 @@ def ep_dispatch(args: EpDispatch) -> tuple[Tensor, ...]:
         token = scattering(slots, ranks * most)
         source = target = torch.arange(ranks, device=device).repeat_interleave(most)
 
-    # What a row says about itself: its token, the master lane, and the experts it is for, as the receiver counts them.
-    lane = torch.where(slots >= 0, torch.arange(topk, device=device), -1)
-    lane_to = torch.full((x.shape[0], ranks + 1), -1, dtype=torch.int64, device=device)
-    lane_to = lane_to.scatter(1, torch.where(slots >= 0, owner, ranks), lane)
     mine = (gather_rows(owner + 1, token) - 1) == target.unsqueeze(1)
     local = torch.where(mine, gather_rows(topk_idx.to(torch.int64), token) - target.unsqueeze(1) * local_experts, -1)
-    master = gather_rows(lane_to, token).gather(1, target.unsqueeze(1))
-    about = torch.cat((token.unsqueeze(1), torch.where(token.unsqueeze(1) >= 0, master, -1), local), 1).to(torch.int32)
-
+    # What a row says about itself: its token, the master lane, and the experts it is for, as the receiver counts them.
+    about = torch.cat((token.unsqueeze(1), _master(slots, owner, token, target, ranks), local), 1).to(torch.int32)
     about = exchange(about, received, sent, group, ranks)
     rows = exchange(gather_rows(x, token, not cpu_sync), received, sent, group, ranks)
     scales = None if x_sf is None else exchange(gather_rows(x_sf, token, not cpu_sync), received, sent, group, ranks)
