@@ -14,12 +14,14 @@ Operand formats of ``q`` and ``kv``, each on its own:
 
 Scales are f32 of logical shape [..., G]: G divides D, and group g scales the elements [g * D/G, (g + 1) * D/G). G = 1
 is the per-vector scale of DeepGEMM on SM90, D/G = 32 the MX scale of SM100 and Ascend; packing is up to the provider.
-Scales are not negative: relu(s * p) = s * relu(p) for s >= 0 alone, and kernels take them out of the ReLU. On the CPU a
-negative scale raises; on other devices, where looking would stop the stream, it does with ASCEND_DEEP_DEBUG=1.
+Scales are neither negative nor infinite: relu(s * p) = s * relu(p) for finite s >= 0 alone, and kernels take them out
+of the ReLU. On the CPU such a scale raises; on other devices, where looking would stop the stream, it does with
+ASCEND_DEEP_DEBUG=1. A scale may be NaN (as a UE8M0 byte of 255 is): so are the scores of its query or key then.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ __all__ = [
     "check_mask",
     "check_operands",
     "check_ranges",
+    "check_scale",
     "debug_scales",
     "dequantise",
     "excluded",
@@ -66,16 +69,20 @@ def with_batch(tensor: Tensor | None) -> Tensor | None:
 def check_operands(
     op: str, q: Tensor, q_sf: Tensor | None, kv: Tensor, kv_sf: Tensor | None, weights: Tensor, batched_kv: bool = True
 ) -> None:
-    """Dtypes, ranks and sizes of q [B, S, H, D], kv [B, T, D], weights [B, S, H] and their scales."""
+    """Dtypes, ranks and sizes of q [B, S, H, D], kv [B, T, D], weights [B, S, H] and their scales.
+
+    Without ``batched_kv`` q is [Q, next_n, H, D], and the shape of kv is not looked at.
+    """
     for name, tensor in (("q", q), ("kv", kv)):
         _check.dtypes(op, name, tensor, (*_check.FLOATING, FP8, *FP4_STORAGE))
-    _check.rank(op, "q", q, "[B, S, H, D]", 4)
-    _check.rank(op, "weights", weights, "[B, S, H]", 3)
+    batch, queries = ("B", "S") if batched_kv else ("Q", "next_n")
+    _check.rank(op, "q", q, f"[{batch}, {queries}, H, D]", 4)
+    _check.rank(op, "weights", weights, f"[{batch}, {queries}, H]", 3)
     if not is_quantised(q) and not is_quantised(kv):
         _check.dtypes(op, "kv", kv, (q.dtype,))
     computed = _check.compute_dtype(q.dtype)
     _check.dtypes(op, "weights", weights, (computed,) if computed == torch.float64 else _check.FLOATING[:3])
-    for dim, what in ((0, "B"), (1, "S"), (2, "H")):
+    for dim, what in ((0, batch), (1, queries), (2, "H")):
         _check.size(op, f"{what} of weights", weights.shape[dim], q.shape[dim], f"{what} of q")
     if batched_kv:
         _check.rank(op, "kv", kv, "[B, T, D]", 3)
@@ -101,22 +108,29 @@ def _check_scale(op: str, name: str, sf: Tensor, operand_name: str, operand: Ten
     )
     # The type is exact: fake and functional tensors have no values.
     if type(sf) is Tensor and sf.device.type == "cpu":
-        _not_negative(op, name, sf)
+        _check_values(op, name, sf)
 
 
-def _not_negative(op: str, name: str, sf: Tensor) -> None:
-    if sf.numel() and bool((sf < 0).any()):
+def _check_values(op: str, name: str, sf: Tensor) -> None:
+    wrong = (sf < 0) | (sf == torch.inf)
+    if bool(wrong.any()):
         raise ValueError(
-            f"{op}: {name} holds {float(sf.min()):g}; scales must not be negative, because kernels apply them after "
-            "the ReLU."
+            f"{op}: {name} holds {float(sf[wrong][0]):g}; scales must not be negative or infinite, because kernels "
+            "apply them after the ReLU."
         )
 
 
 def debug_scales(op: str, q_sf: Tensor | None, kv_sf: Tensor | None) -> None:
-    """Raise ``ValueError`` for a negative scale on any device; waits for the device."""
+    """Raise ``ValueError`` for a negative or infinite scale on any device; waits for the device."""
     for name, sf in (("q_sf", q_sf), ("kv_sf", kv_sf)):
         if sf is not None:
-            _not_negative(op, name, sf)
+            _check_values(op, name, sf)
+
+
+def check_scale(op: str, scale: float) -> None:
+    """The factor of the products is finite. A symbolic one is not looked at, which would add a guard."""
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"{op}: scale is {scale}; it must be finite.")
 
 
 def check_ranges(op: str, q: Tensor, **ranges: Tensor | None) -> None:

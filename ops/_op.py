@@ -34,6 +34,7 @@ from ascend_deep.native._provider import Choice
 from ascend_deep.ops._dispatch import AUTOCAST_KEYS, autocast_kernel, autograd_kernel
 from ascend_deep.ops._eager import nothing_between, signature
 from ascend_deep.ops._present import refuse_shared_memory, required_tensors, written_tensors
+from ascend_deep.ops._wrong_types import wrong_type
 
 __all__ = ["NAMESPACE", "OpDef", "Sample", "Tolerance", "call", "provider", "register", "strict"]
 
@@ -169,6 +170,14 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
             if kernel is not None:
                 return kernel(*args, **kwargs)
         _refuse_missing(name, args)
+        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        try:
+            return overload(*args, **kwargs)
+        except RuntimeError:
+            wrong = wrong_type(name, overload._schema, args, kwargs)
+            if wrong is None:
+                raise
+        raise wrong
     return getattr(getattr(torch.ops, NAMESPACE), name).default(*args, **kwargs)
 
 

@@ -37,6 +37,8 @@ def check_cache(op: str, cache: Tensor, fmt: str, depth: Any) -> None:
     _check.choice(op, "fmt", fmt, FORMATS)
     _check.rank(op, "kv_cache", cache, "[P, block_kv, 1, W]", 4)
     _check.size(op, "size 2 of kv_cache", cache.shape[2], 1, "the number of key heads of an indexer")
+    block = cache.shape[1]
+    torch._check_value(block >= 1, lambda: f"{op}: pages of kv_cache hold {block} keys; it must be at least 1.")
     width = cache.shape[3]
     if fmt == "plain":
         _check.dtypes(op, "kv_cache", cache, _check.FLOATING)
@@ -46,7 +48,11 @@ def check_cache(op: str, cache: Tensor, fmt: str, depth: Any) -> None:
     if fmt == "fp8":
         _check.size(op, "the last size of kv_cache", width, depth + 4, "D + 4 (e4m3 data and an f32 scale)")
         torch._check_value(
-            cache.stride(0) % 4 == 0, lambda: f"{op}: pages of kv_cache are {cache.stride(0)} bytes apart, not 4 n."
+            cache.stride(0) % 4 == 0,
+            lambda: (
+                f"{op}: pages of kv_cache are {cache.stride(0)} bytes apart; fp8 needs a multiple of 4, because the "
+                "scales in a page have 4 bytes each."
+            ),
         )
     else:
         torch._check_value(depth % GRAN == 0, lambda: f"{op}: D is {depth}; format {fmt} needs a multiple of {GRAN}.")

@@ -59,8 +59,8 @@ def mqa_logits(
         weights: [B, S, H], f32, bf16 or f16 (f64 with f64 operands); head scales belong in here.
         ks, ke: [B, S] or [1, S], i32 or i64; ``None``: 0 and T.
         mask: [B or 1, S or 1, T]; bool (True takes part) or floating (added after the sum over heads).
-        q_sf, kv_sf: f32 scales of fp8 or fp4 operands, [B, S, H, G] and [B, T, G].
-        scale: multiplied to the products before the ReLU.
+        q_sf, kv_sf: f32 scales of fp8 or fp4 operands, [B, S, H, G] and [B, T, G], neither negative nor infinite.
+        scale: multiplied to the products before the ReLU; finite.
         max_seqlen_k: 0 for dense output, else the number of columns of compressed output.
         clean: write -inf to what is excluded.
         out_dtype: floating; ``None``: f32 (f64 with f64 operands).
@@ -73,7 +73,7 @@ def mqa_logits(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    if q.dim() == 3:
+    if isinstance(q, Tensor) and q.dim() == 3:
         single = mqa_logits(
             q.unsqueeze(0),
             kv.unsqueeze(0),
@@ -120,6 +120,7 @@ def _check_args(
     clean: bool,
     out_dtype: torch.dtype | None,
 ) -> None:
+    _mqa.check_scale(_OP, scale)
     _mqa.check_operands(_OP, q, q_sf, kv, kv_sf, weights)
     _mqa.check_ranges(_OP, q, ks=ks, ke=ke)
     _mqa.check_mask(_OP, q, kv, mask)

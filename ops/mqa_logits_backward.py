@@ -80,6 +80,7 @@ def _check_args(
 ) -> None:
     _check.dtypes(_OP, "q", q, _check.FLOATING)
     _check.dtypes(_OP, "kv", kv, _check.FLOATING)
+    _mqa.check_scale(_OP, scale)
     _mqa.check_operands(_OP, q, None, kv, None, weights)
     _mqa.check_ranges(_OP, q, ks=ks, ke=ke)
     _mqa.check_mask(_OP, q, kv, mask)

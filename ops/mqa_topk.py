@@ -71,7 +71,7 @@ def mqa_topk(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    if q.dim() == 3:
+    if isinstance(q, Tensor) and q.dim() == 3:
         scores, idx = mqa_topk(
             q.unsqueeze(0),
             kv.unsqueeze(0),
@@ -124,6 +124,7 @@ def _check_args(
     return_scores: bool,
     index_dtype: torch.dtype | None,
 ) -> None:
+    _mqa.check_scale(_OP, scale)
     _mqa.check_operands(_OP, q, q_sf, kv, kv_sf, weights)
     _mqa.check_ranges(_OP, q, ks=ks, ke=ke)
     _mqa.check_mask(_OP, q, kv, mask)

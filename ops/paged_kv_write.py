@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check, _paged_cache
 from ascend_deep.ops._mqa_samples import paged_write_samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops._present import check_own_places
 
 __all__ = ["PAGED_KV_WRITE", "paged_kv_write_"]
@@ -25,12 +25,13 @@ def paged_kv_write_(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: 
         kv_cache: [P, block_kv, 1, W] in format ``fmt``; changed in place.
         kv: [N, D], floating.
         slot_mapping: [N] i32 or i64, page * block_kv + row, negative: skip.
-        fmt: ``"plain"``, ``"fp8"``, ``"fp8_ue8m0"`` or ``"fp4_ue8m0"``.
+        fmt: ``"plain"``, ``"fp8"``, ``"fp8_ue8m0"`` or ``"fp4_ue8m0"``. With ``"fp8"`` the pages of ``kv_cache`` are a
+            multiple of 4 bytes apart (its ``stride(0)``), because the scales in a page have 4 bytes each.
 
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    torch.ops.ascend_deep.paged_kv_write_.default(kv_cache, kv, slot_mapping, fmt=fmt)
+    call("paged_kv_write_", kv_cache, kv, slot_mapping, fmt=fmt)
 
 
 def _check_write(kv_cache: Tensor, kv: Tensor, slot_mapping: Tensor, *, fmt: str) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check, _mqa, _paged_cache
 from ascend_deep.ops._mqa_samples import paged_metadata_samples, paged_samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 from ascend_deep.ops.mqa_logits import REASON
 
 __all__ = [
@@ -77,7 +77,8 @@ def paged_mqa_logits(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    return torch.ops.ascend_deep.paged_mqa_logits.default(
+    out: Tensor = call(
+        "paged_mqa_logits",
         q,
         q_sf,
         kv_cache,
@@ -92,6 +93,7 @@ def paged_mqa_logits(
         out_dtype=out_dtype,
         fmt=fmt,
     )
+    return out
 
 
 def paged_mqa_logits_metadata(
@@ -109,9 +111,15 @@ def paged_mqa_logits_metadata(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    return torch.ops.ascend_deep.paged_mqa_logits_metadata.default(
-        context_lens, indices, block_kv=block_kv, num_heads=num_heads, num_cores=num_cores
+    plan: Tensor = call(
+        "paged_mqa_logits_metadata",
+        context_lens,
+        indices,
+        block_kv=block_kv,
+        num_heads=num_heads,
+        num_cores=num_cores,
     )
+    return plan
 
 
 def check_paged(
@@ -122,11 +130,14 @@ def check_paged(
     weights: Tensor,
     context_lens: Tensor,
     block_table: Tensor,
+    schedule_meta: Tensor | None,
     indices: Tensor | None,
     max_context_len: int,
+    scale: float,
     fmt: str,
 ) -> None:
     """The argument checks that logits and top-k share."""
+    _mqa.check_scale(op, scale)
     _mqa.check_operands(op, q, q_sf, q if kv_cache.dtype == torch.uint8 else kv_cache, None, weights, batched_kv=False)
     _paged_cache.check_cache(op, kv_cache, fmt, _mqa.head_dim(q))
     _check.dtypes(op, "context_lens", context_lens, _check.INDEX)
@@ -135,18 +146,32 @@ def check_paged(
     _check.size(op, "next_n of context_lens", context_lens.shape[1], q.shape[1], "next_n of q")
     _check.dtypes(op, "block_table", block_table, _check.INDEX)
     _check.rank(op, "block_table", block_table, "[R, columns]", 2)
+    if schedule_meta is not None:
+        _check.dtypes(op, "schedule_meta", schedule_meta, (torch.int32,))
+        _check.rank(op, "schedule_meta", schedule_meta, "[num_cores + 1, 2], from paged_mqa_logits_metadata", 2)
     if indices is None:
         _check.size(op, "R of block_table", block_table.shape[0], q.shape[0], "Q of q (no indices are given)")
     else:
-        _check.dtypes(op, "indices", indices, _check.INDEX)
-        _check.rank(op, "indices", indices, "[Q]", 1)
-        _check.size(op, "the size of indices", indices.shape[0], q.shape[0], "Q of q")
+        _check_indices(op, indices, q.shape[0], "Q of q")
     torch._check_value(
         max_context_len >= 0, lambda: f"{op}: max_context_len is {max_context_len}; it must be 0 or positive."
     )
     _check.same_device(
-        op, "q", q, kv_cache=kv_cache, context_lens=context_lens, block_table=block_table, indices=indices
+        op,
+        "q",
+        q,
+        kv_cache=kv_cache,
+        context_lens=context_lens,
+        block_table=block_table,
+        schedule_meta=schedule_meta,
+        indices=indices,
     )
+
+
+def _check_indices(op: str, indices: Tensor, queries: Any, source: str) -> None:
+    _check.dtypes(op, "indices", indices, _check.INDEX)
+    _check.rank(op, "indices", indices, "[Q]", 1)
+    _check.size(op, "the size of indices", indices.shape[0], queries, source)
 
 
 def _check_logits(
@@ -166,7 +191,20 @@ def _check_logits(
     fmt: str,
 ) -> None:
     op = "paged_mqa_logits"
-    check_paged(op, q, q_sf, kv_cache, weights, context_lens, block_table, indices, max_context_len, fmt)
+    check_paged(
+        op,
+        q,
+        q_sf,
+        kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        schedule_meta,
+        indices,
+        max_context_len,
+        scale,
+        fmt,
+    )
     if out_dtype is not None and out_dtype not in _check.FLOATING:
         raise TypeError(f"{op}: out_dtype is {out_dtype}; accepted: f32, bf16, f16, f64.")
 
@@ -243,6 +281,8 @@ def _check_metadata(
     op = "paged_mqa_logits_metadata"
     _check.dtypes(op, "context_lens", context_lens, _check.INDEX)
     _check.rank(op, "context_lens", context_lens, "[Q, next_n]", 2)
+    if indices is not None:
+        _check_indices(op, indices, context_lens.shape[0], "Q of context_lens")
     for name, value in (("block_kv", block_kv), ("num_heads", num_heads), ("num_cores", num_cores)):
         torch._check_value(value >= 1, lambda n=name, v=value: f"{op}: {n} is {v}; it must be at least 1.")
     _check.same_device(op, "context_lens", context_lens, indices=indices)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ascend_deep.ops import _check, _mqa
 from ascend_deep.ops._mqa_samples import paged_samples
-from ascend_deep.ops._op import OpDef, Sample, Tolerance
+from ascend_deep.ops._op import OpDef, Sample, Tolerance, call
 from ascend_deep.ops.mqa_logits import REASON
 from ascend_deep.ops.mqa_topk import select
 from ascend_deep.ops.paged_mqa import check_paged, paged_scores
@@ -57,7 +57,8 @@ def paged_mqa_topk(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    return torch.ops.ascend_deep.paged_mqa_topk.default(
+    out: tuple[Tensor, Tensor] = call(
+        _OP,
         q,
         q_sf,
         kv_cache,
@@ -74,6 +75,7 @@ def paged_mqa_topk(
         index_dtype=index_dtype,
         fmt=fmt,
     )
+    return out
 
 
 def _check_args(
@@ -94,7 +96,20 @@ def _check_args(
     index_dtype: torch.dtype | None,
     fmt: str,
 ) -> None:
-    check_paged(_OP, q, q_sf, kv_cache, weights, context_lens, block_table, indices, max_context_len, fmt)
+    check_paged(
+        _OP,
+        q,
+        q_sf,
+        kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        schedule_meta,
+        indices,
+        max_context_len,
+        scale,
+        fmt,
+    )
     torch._check_value(topk >= 0, lambda: f"{_OP}: topk is {topk}; it must be 0 or positive.")
     if index_dtype is not None and index_dtype not in _check.INDEX:
         raise TypeError(f"{_OP}: index_dtype is {index_dtype}; accepted: int64, int32.")

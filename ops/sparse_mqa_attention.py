@@ -33,8 +33,9 @@ from torch import Tensor
 
 from ascend_deep.native.sparse_rows import fill_empty, hide_filled
 from ascend_deep.ops import _check
+from ascend_deep.ops._mqa import check_scale
 from ascend_deep.ops._mqa_samples import attention_samples
-from ascend_deep.ops._op import OpDef, Tolerance
+from ascend_deep.ops._op import OpDef, Tolerance, call
 
 __all__ = ["EMPTY", "FILL", "SPARSE_MQA_ATTENTION", "check_arguments", "sparse_mqa_attention"]
 
@@ -65,7 +66,7 @@ def sparse_mqa_attention(
         idx: [B, S, K], i32 or i64.
         mask: [B or 1, Hq or 1, S or 1, T], bool or floating, or ``None``.
         sink: [Hq] floating, or ``None``.
-        scale: multiplied to the products.
+        scale: multiplied to the products; finite.
         empty: what rows without a visible key give: ``"zero"``, ``"nan"`` or ``"mean"``; see the module.
         fill: with ``"mean"``, the mask value of hidden keys, at most -1e30.
 
@@ -76,9 +77,8 @@ def sparse_mqa_attention(
     Raises:
         ValueError, TypeError: one sentence that names the argument.
     """
-    return torch.ops.ascend_deep.sparse_mqa_attention.default(
-        q, k, v, idx, mask, sink, scale=scale, empty=empty, fill=fill
-    )
+    out: tuple[Tensor, Tensor] = call(_OP, q, k, v, idx, mask, sink, scale=scale, empty=empty, fill=fill)
+    return out
 
 
 def check_arguments(
@@ -95,6 +95,7 @@ def check_arguments(
     fill: float,
 ) -> None:
     """Raise ``ValueError`` or ``TypeError`` with one sentence that names the argument; ``op`` is for the sentence."""
+    check_scale(op, scale)
     _check.dtypes(op, "q", q, _check.FLOATING)
     _check.rank(op, "q", q, "[B, Hq, S, D]", 4)
     for name, tensor in (("k", k), ("v", v)):
