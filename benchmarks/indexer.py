@@ -228,16 +228,26 @@ def table(rows: Sequence[Row]) -> Table:
     return out
 
 
+def count(text: str) -> int:
+    """A number of at least 1 from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is given; it must be at least 1")
+    return number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated (default: all)")
     parser.add_argument("--dtype", action="append", choices=sorted(DTYPES), help="may be repeated (default: f32)")
-    parser.add_argument("--repeats", type=int, default=9, help="turns (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument("--repeats", type=count, default=9, help="turns (default: %(default)s)")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--peak-of", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"argument --json: the folder of {args.json} does not exist")
     torch.set_num_threads(args.threads)
     names, dtypes = args.case or list(CASES), args.dtype or ["f32"]
     with torch.no_grad():

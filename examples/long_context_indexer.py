@@ -13,6 +13,7 @@ Exit code: 0 if the op chose the same keys as eager up to ties everywhere and to
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -122,15 +123,29 @@ def draw(results: dict[str, list[dict[str, float]]], contexts: Sequence[int], qu
     figure.savefig(path, dpi=130)
 
 
+def count(text: str) -> int:
+    """A number of at least 1 from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is given; it must be at least 1")
+    return number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--queries", type=int, default=16, help="queries in the chunk (default: %(default)s)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536], metavar="T")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument("--queries", type=count, default=16, help="queries in the chunk (default: %(default)s)")
+    parser.add_argument("--contexts", type=count, nargs="+", default=[1024, 4096, 16384, 65536], metavar="T")
+    parser.add_argument("--repeats", type=count, default=5, help="timed calls (default: %(default)s)")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--picture", default="long_context_indexer.png", metavar="FILE", help="default: %(default)s")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    try:
+        Path(args.picture).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --picture: the folder of {args.picture} cannot be made: {error.strerror}")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("matplotlib, which draws the picture, is not installed")
     torch.set_num_threads(args.threads)
     if args.one:
         with torch.no_grad():
