@@ -48,6 +48,8 @@ def main(
     problem = ""
     if unknown:
         problem = f"--dtype is {unknown[0]!r}; it takes {' or '.join(DTYPES)}."
+    elif min(tokens) < 1:
+        problem = f"--tokens is {min(tokens)}; it takes numbers of at least 1."
     elif topk > experts:
         problem = f"--topk is {topk}; it takes at most the number of experts, {experts}."
     elif output not in ("table", "json"):

@@ -73,6 +73,14 @@ def main(
     output: Annotated[str, typer.Option(help="table or json.")] = "table",
 ) -> None:
     """Measure and print one table."""
+    problem = ""
+    if min(layers) < 1:
+        problem = f"--layers is {min(layers)}; it takes numbers of at least 1."
+    elif output not in ("table", "json"):
+        problem = f"--output is {output!r}; it takes table or json."
+    if problem:
+        print(problem, file=sys.stderr)
+        raise typer.Exit(2)
     rows = []
     layers = [0] if table else layers
     with Progress(console=Console(stderr=True)) as progress:

@@ -32,6 +32,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks._arguments import count
+
 __all__ = ["SHAPES", "Case", "Contender", "Row", "main", "measure"]
 
 # (N, K) of DeepSeek-V3: what its linear layers multiply a token with.
@@ -209,8 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"small (that is {' and '.join(map(repr, SMALL))}), all, or any of {', '.join(map(repr, SHAPES))} (small)",
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128], help="values of M (1 16 128)")
-    parser.add_argument("--repeats", type=int, default=9, help="turns per size (9)")
+    parser.add_argument("--tokens", type=count, nargs="+", default=[1, 16, 128], help="values of M (1 16 128)")
+    parser.add_argument("--repeats", type=count, default=9, help="turns per size (9)")
     parser.add_argument("--warm", action="store_true", help="leave weights in the caches between calls")
     parser.add_argument("--json", action="store_true", help="print JSON with all times instead of the table")
     return parser

@@ -19,6 +19,7 @@ import torch
 from ascend_deep import ops
 from ascend_deep.native.deep_gemm.provider import DEEP_GEMM
 from ascend_deep.ops import paged_mqa_logits, paged_mqa_topk
+from benchmarks._arguments import count
 from benchmarks.indexer_gpu import DEPTH, HEADS, SCALE, TOPK, captured, ceilings, fp8, interleaved
 
 PAGE = 64
@@ -59,9 +60,9 @@ def measure(queries: int, next_n: int, keys: int, rounds: int) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--queries", type=int, default=64)
-    parser.add_argument("--keys", type=int, default=65536)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--queries", type=count, default=64)
+    parser.add_argument("--keys", type=count, default=65536)
+    parser.add_argument("--rounds", type=count, default=21)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(0, "not run: no CUDA device\n")

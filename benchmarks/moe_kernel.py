@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ascend_deep import huge_pages, ops
 from ascend_deep.native.cpu.provider import CPU, isa
+from benchmarks._arguments import count
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # batched_mm copies the weights of every (token, expert) pair; beyond this it would only measure the page cache.
@@ -282,12 +283,12 @@ def show(rows: list[Row], shape: Shape, what: str = "moe_experts") -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=[*DTYPES, "both"], default="both", help="dtype of x and weights (both)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256, 1024], help="counts (1 16 256 1024)")
-    parser.add_argument("--hidden", type=int, default=1024, help="hidden size (1024)")
-    parser.add_argument("--intermediate", type=int, default=512, help="intermediate size of an expert (512)")
-    parser.add_argument("--experts", type=int, default=32, help="number of experts (32)")
-    parser.add_argument("--topk", type=int, default=4, help="experts per token (4)")
-    parser.add_argument("--repeats", type=int, default=15, help="turns per size (15)")
+    parser.add_argument("--tokens", type=count, nargs="+", default=[1, 16, 256, 1024], help="counts (1 16 256 1024)")
+    parser.add_argument("--hidden", type=count, default=1024, help="hidden size (1024)")
+    parser.add_argument("--intermediate", type=count, default=512, help="intermediate size of an expert (512)")
+    parser.add_argument("--experts", type=count, default=32, help="number of experts (32)")
+    parser.add_argument("--topk", type=count, default=4, help="experts per token (4)")
+    parser.add_argument("--repeats", type=count, default=15, help="turns per size (15)")
     parser.add_argument("--quick", action="store_true", help="five turns, nothing compiled")
     parser.add_argument("--json", action="store_true", help="print JSON with all times instead of the table")
     args = parser.parse_args()

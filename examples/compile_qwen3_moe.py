@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -37,20 +39,42 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
+def count(text: str) -> int:
+    """A number of at least 1 from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is given; it must be at least 1")
+    return number
+
+
+def shape(text: str) -> str:
+    """Batch and sequence from the command line, as ``"2x16"``."""
+    if re.fullmatch(r"[1-9]\d*x[1-9]\d*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is given; it takes batch x sequence, as 2x16")
+    return text
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="number of layers (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=1024, help="hidden size (default: %(default)s)")
-    parser.add_argument("--intermediate", type=int, default=512, help="size of one expert (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=32, help="experts in a layer (default: %(default)s)")
-    parser.add_argument("--topk", type=int, default=4, help="experts of a token (default: %(default)s)")
+    parser.add_argument("--layers", type=count, default=4, help="number of layers (default: %(default)s)")
+    parser.add_argument("--hidden", type=count, default=1024, help="hidden size (default: %(default)s)")
+    parser.add_argument("--intermediate", type=count, default=512, help="size of one expert (default: %(default)s)")
+    parser.add_argument("--experts", type=count, default=32, help="experts in a layer (default: %(default)s)")
+    parser.add_argument("--topk", type=count, default=4, help="experts of a token (default: %(default)s)")
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32", help="of the weights (default: %(default)s)")
-    parser.add_argument("--shapes", nargs="+", default=["1x1", "1x16", "1x256"], metavar="BxS", help="batch x sequence")
     parser.add_argument(
-        "--rounds", type=int, default=15, help="timed calls of each, interleaved (default: %(default)s)"
+        "--shapes", type=shape, nargs="+", default=["1x1", "1x16", "1x256"], metavar="BxS", help="batch x sequence"
+    )
+    parser.add_argument(
+        "--rounds", type=count, default=15, help="timed calls of each, interleaved (default: %(default)s)"
     )
     parser.add_argument("--report", metavar="FILE", help="also write the report there: .html, .json or .txt")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.topk > args.experts:
+        parser.error(f"argument --topk: {args.topk} is given; it must be at most the number of experts, {args.experts}")
+    if args.report and not Path(args.report).absolute().parent.is_dir():
+        parser.error(f"argument --report: the folder of {args.report} does not exist")
+    return args
 
 
 def build(args: argparse.Namespace) -> Qwen3MoeForCausalLM:

@@ -39,18 +39,29 @@ WINDOW = 20  # steps of the moving average afterwards
 TIGHT, LOOSE = 1e-4, 2e-2
 
 
+def count(text: str) -> int:
+    """A number of at least 1 from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is given; it must be at least 1")
+    return number
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="optimiser steps of each run (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=64, help="bytes in a sequence (default: %(default)s)")
+    parser.add_argument("--steps", type=count, default=300, help="optimiser steps of each run (default: %(default)s)")
+    parser.add_argument("--layers", type=count, default=4, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--batch", type=count, default=16, help="sequences in a batch (default: %(default)s)")
+    parser.add_argument("--length", type=count, default=64, help="bytes in a sequence (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW (default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=1, help="more do not help a model this small (default: %(default)s)"
+        "--threads", type=count, default=1, help="more do not help a model this small (default: %(default)s)"
     )
     parser.add_argument("--picture", default="loss_curves.png", metavar="FILE", help="default: %(default)s")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not Path(args.picture).absolute().parent.is_dir():
+        parser.error(f"argument --picture: the folder of {args.picture} does not exist")
+    return args
 
 
 def text() -> Tensor:
