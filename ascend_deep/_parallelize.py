@@ -46,7 +46,7 @@ class ParallelExperts(nn.Module):
         local = self.num_experts // ranks
         self.experts = (rank * local, (rank + 1) * local)
         self.max_tokens_per_rank = max_tokens
-        for name in self._names:
+        for name in sorted(self._names, key=list(experts._parameters).index):  # optimizers go by the order
             whole = getattr(experts, name)
             share = whole.detach()[self.experts[0] : self.experts[1]].clone()
             self.register_parameter(name, nn.Parameter(share, requires_grad=whole.requires_grad))

@@ -15,7 +15,10 @@ from ascend_deep.report import GraphBreak
 
 __all__ = ["EXACT_HINT", "first_sentence", "graph_breaks"]
 
-_PREPARE_HINT = "The break is inside an expert loop: ascend_deep.prepare(model) replaces such loops before compiling."
+_PREPARE_HINT = (
+    "The break is inside an expert loop: ascend_deep.prepare(model) replaces such loops before compiling; if it was "
+    "called already, what it returned says why it left this one."
+)
 EXACT_HINT = (
     "How many rows come from other ranks is only known at run time: compile with fullgraph=True, which allows for such "
     "sizes, or make them static by parallelize(model, mesh, max_tokens_per_rank=...)."

@@ -14,6 +14,7 @@ run without them.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,11 +185,11 @@ class QuantizedLoop:
         return twin
 
     def __reduce__(self) -> Any:
-        return (_nothing, ())
-
-
-def _nothing() -> None:
-    return None
+        # A pickled module comes back with its own forward, and that has no parameters to run with.
+        raise pickle.PicklingError(
+            f"{self.path}: its experts are quantised, and a pickled model would run its loop without them; write it "
+            "with Prepared.save(file) and read it with ascend_deep.load_quantized(model, file)."
+        )
 
 
 # -- putting in -----------------------------------------------------------------------------------------------------

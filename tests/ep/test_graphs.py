@@ -150,6 +150,14 @@ def test_one_dimension_of_a_larger_mesh() -> None:
         dist.destroy_process_group()
 
 
+def test_parameters_keep_their_order(sixteen: DeviceMesh) -> None:
+    """By which optimizers number their states. Experts of gpt-oss have each bias behind its weight."""
+    model = models.load("gpt_oss", layers=1, fields=dict.fromkeys(("num_experts", "num_local_experts"), 16)).model
+    names = [name for name, _ in model.named_parameters()]
+    ascend_deep.parallelize(model, sixteen)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
 class _Between(nn.Module):
     """Dispatch and combine, with nothing between."""
 

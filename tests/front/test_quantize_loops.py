@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -243,3 +245,10 @@ def test_a_folder_that_is_not_there(swapped: nn.Module, tmp_path: Any) -> None:
         prepared.save(tmp_path / "none" / "m.safetensors")
     with pytest.raises(IsADirectoryError, match=r"^save: path is .*which is a folder"):
         prepared.save(tmp_path)
+
+
+def test_pickling_says_what_to_do_instead(swapped: nn.Module) -> None:
+    model, _, _ = quantised(swapped, "fp8")
+    for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(pickle.PicklingError, match=r"quantised, .* write it with Prepared\.save"):
+            write(model)
