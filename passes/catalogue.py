@@ -1,7 +1,8 @@
 """The recognisers there are, in the order in which they run: one table, no registration on import.
 
 Larger blocks come first: once the experts of a layer are one op, the router that feeds them is a clean cut, and
-activations that remain are not part of either.
+activations that remain are not part of either. A choice of keys is a choice of experts to a router, so indexers come
+before it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _TABLE: Mapping[str, tuple[str, str]] = {
     "experts_grouped": ("ascend_deep.passes.experts_grouped", "RECOGNISER"),
     "experts_batched": ("ascend_deep.passes.experts_batched", "RECOGNISER"),
     "experts_unrolled": ("ascend_deep.passes.experts_unrolled", "RECOGNISER"),
-    "router": ("ascend_deep.passes.router", "RECOGNISER"),
     "mqa_indexer": ("ascend_deep.passes.mqa_indexer", "RECOGNISER"),
+    "router": ("ascend_deep.passes.router", "RECOGNISER"),
     "sparse_attention": ("ascend_deep.passes.sparse_attention", "RECOGNISER"),
     "swiglu_quant": ("ascend_deep.passes.swiglu_quant", "RECOGNISER"),
     "swiglu": ("ascend_deep.passes.swiglu", "RECOGNISER"),

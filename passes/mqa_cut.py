@@ -9,8 +9,7 @@ views and exact upcasts go, so that RoPE, norms, projections and caches stay out
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,7 +20,8 @@ from ascend_deep.passes import mqa_walk as walk
 from ascend_deep.passes._types import Refusal
 from ascend_deep.passes.graph_view import GraphView, op_name
 from ascend_deep.passes.mqa_family import assignments, expr
-from ascend_deep.passes.mqa_walk import CASTS, CONSTANTS, LAYOUT, PRODUCTS, UNARY, is_relu, numel, tensors_of
+from ascend_deep.passes.mqa_roles import Found, depends, follow
+from ascend_deep.passes.mqa_walk import CASTS, CONSTANTS, LAYOUT, PRODUCTS, UNARY, numel, tensors_of
 from ascend_deep.passes.region import Region, slice_region
 from ascend_deep.passes.router_selection import named_args
 
@@ -30,108 +30,13 @@ __all__ = ["chain", "cuts"]
 _MAX_LAYOUTS = 24
 _NOT = frozenset({"aten.bitwise_not", "aten.logical_not"})
 
+# Functions of the scores that a block may rank instead of them; they are none of the op's.
+_RANKED_BY = frozenset(
+    f"aten.{name}" for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "sigmoid", "tanh")
+)
+
 # Hints of a region that returns scores.
 _SCORES = {"topk": 0, "capped": False, "order": "descending", "returns": "scores", "index_dtype": ""}
-
-
-@dataclass
-class Found:
-    """One indexer: its products, how the scores come from them, and what joins on the way.
-
-    ``spine`` holds everything between products and scores that depends on the products, in graph order.
-    """
-
-    products: list[fx.Node]
-    scores: fx.Node
-    spine: list[fx.Node] = field(default_factory=list)
-    weights: list[fx.Node] = field(default_factory=list)
-    factors: list[fx.Node] = field(default_factory=list)
-    """The nodes that multiply the weights."""
-    masks: list[tuple[str, fx.Node, fx.Node, fx.Node]] = field(default_factory=list)
-    """Kind, mask, the scores that it meets, the node that joins them."""
-
-
-# -- roles ----------------------------------------------------------------------------------------------------------
-def _follow(view: GraphView, products: list[fx.Node], scores: fx.Node) -> Found | Refusal:
-    """What joins the products on the way to ``scores``."""
-    behind = set(walk.cone(view, scores))
-    reached: set[fx.Node] = set(products)
-    found = Found(products, scores)
-    for node in sorted(behind, key=view.order.__getitem__):
-        if node in reached or reached.isdisjoint(node.all_input_nodes) or op_name(node) in CONSTANTS:
-            continue
-        reached.add(node)
-        found.spine.append(node)
-        name = op_name(node)
-        inside = [n for n in node.all_input_nodes if n in reached]
-        sides = [n for n in tensors_of(view, node) if n not in reached]
-        if name in LAYOUT:
-            continue  # the size of another tensor at most
-        for side in sides:
-            if name in PRODUCTS or name == "aten.mul":
-                found.factors.append(node)
-                found.weights.append(side)
-            elif name in ("aten.add", "aten.masked_fill", "aten.where"):
-                kind = "add" if name == "aten.add" else "hide"
-                if name == "aten.where":
-                    if side is not node.args[0]:
-                        return Refusal("hidden keys get scores from another tensor.", node)
-                    kind = "keep" if node.args[1] in reached else "hide"
-                if name == "aten.add" and named_args(node).get("alpha", 1) != 1:
-                    return Refusal("the mask is scaled as it is added.", node)
-                if name == "aten.masked_fill" and side is not node.args[1]:
-                    return Refusal("hidden keys get a score that is only known at run time.", node)
-                found.masks.append((kind, side, inside[0], node))
-            else:
-                return Refusal(f"{name.removeprefix('aten.')} joins another tensor to the scores.", node)
-    refusal = _order_of_roles(view, found)
-    return refusal if refusal is not None else found
-
-
-def _order_of_roles(view: GraphView, found: Found) -> Refusal | None:
-    factors = found.factors
-    lead = [s for s in view.shape(found.scores)[:-1] if expr(s) != 1]
-    if len(lead) > 2 and numel(view, found.scores) == numel(view, found.products[0]):
-        return Refusal(
-            "every head ranks the keys on its own: there is no sum over the heads before the top-k, and the op chooses "
-            "one set of keys for all heads.",
-            found.scores,
-        )
-    if not factors:
-        return Refusal("no weights of the heads are multiplied to the products.", found.scores)
-    relus = [n for n in found.spine if is_relu(n)]
-    for kind, _, met, join in found.masks:
-        if any(_depends(f, join, found.spine) for f in factors):
-            early = any(_depends(r, join, found.spine) for r in relus)
-            what = "before the ReLU, which turns -inf into a score of 0" if early else "to each head"
-            how = "added" if kind == "add" else "applied"
-            return Refusal(
-                f"a mask is {how} {what}; the op hides keys after the sum over the heads.",
-                met,
-                "Mask the scores after the sum over the heads.",
-            )
-    for f in factors:
-        if relus and not any(_depends(f, r, found.spine) for r in relus):
-            if all(numel(view, r) != numel(view, found.products[0]) for r in relus):
-                what = "the ReLU follows the sum over the heads; the op has it before, on each head."
-            else:
-                what = "the weights are multiplied before the ReLU; the op has them after it, where their sign counts."
-            return Refusal(what, f)
-    return None
-
-
-def _depends(node: fx.Node, on: fx.Node, spine: Iterable[fx.Node]) -> bool:
-    inside = set(spine)
-    pending, seen = [node], set()
-    while pending:
-        n = pending.pop()
-        if n is on:
-            return True
-        if n in seen or n not in inside:
-            continue
-        seen.add(n)
-        pending.extend(n.all_input_nodes)
-    return False
 
 
 def chain(view: GraphView, node: fx.Node, casts: bool) -> list[fx.Node]:
@@ -182,14 +87,16 @@ def cuts(view: GraphView, anchor: fx.Node, name: str) -> list[Region] | Refusal:
             early,
             "Mask the scores after the sum over the heads." if mask else "Multiply q by it instead.",
         )
-    found = _follow(view, products, ranked)
+    found = follow(view, products, ranked)
     if isinstance(found, Refusal):
         return found
-    # Scores that others read are computed anyway: the op is their sum then, and what ranks them stays.
-    ends = [n for n in (*found.spine, ranked) if _shared(view, n, found, anchor)] or [ranked]
+    # Scores that others read, or that go through another function, are computed anyway: the op is their sum then, and
+    # what ranks them stays.
+    ends = [n for n in (*found.spine, ranked) if _shared(view, n, found, anchor) or _transformed(view, n, found)]
+    ends = ends or [ranked]
     regions: list[Region] = []
     refusal: Refusal | None = None
-    if not _shared(view, ends[0], found, anchor):
+    if not _shared(view, ends[0], found, anchor) and not _transformed(view, ends[0], found):
         chosen = _choice(view, anchor)
         made = chosen if isinstance(chosen, Refusal) else _regions(view, found, chosen[0], chosen[1], name)
         if isinstance(made, Refusal):
@@ -198,7 +105,7 @@ def cuts(view: GraphView, anchor: fx.Node, name: str) -> list[Region] | Refusal:
             regions.extend(made)
     if not regions:
         for end in dict.fromkeys((ends[0], ranked)):
-            upto = _follow(view, products, end)
+            upto = follow(view, products, end)
             made = upto if isinstance(upto, Refusal) else _regions(view, upto, [end], dict(_SCORES), name)
             if not isinstance(made, Refusal):
                 return [*regions, *made]
@@ -208,12 +115,21 @@ def cuts(view: GraphView, anchor: fx.Node, name: str) -> list[Region] | Refusal:
     return regions
 
 
+def _is_summed(view: GraphView, node: fx.Node, found: Found) -> bool:
+    """True for scores: one number for each query and key, behind all weights."""
+    return numel(view, node) == numel(view, found.scores) and all(depends(node, f, found.spine) for f in found.factors)
+
+
 def _shared(view: GraphView, node: fx.Node, found: Found, anchor: fx.Node) -> bool:
     """True for scores (summed over the heads) whose values something outside the block reads."""
-    if numel(view, node) != numel(view, found.scores) or not all(_depends(node, f, found.spine) for f in found.factors):
-        return False
     inside = {*found.spine, anchor}
-    return any(u not in inside and op_name(u) not in CONSTANTS for u in node.users)
+    read = any(u not in inside and op_name(u) not in CONSTANTS for u in node.users)
+    return read and _is_summed(view, node, found)
+
+
+def _transformed(view: GraphView, node: fx.Node, found: Found) -> bool:
+    """True for scores of which a function of another kind is ranked."""
+    return any(op_name(u) in _RANKED_BY for u in node.users) and _is_summed(view, node, found)
 
 
 def _choice(view: GraphView, anchor: fx.Node) -> tuple[list[fx.Node], dict[str, Any]] | Refusal:
@@ -403,6 +319,8 @@ def _mask_roles(view: GraphView, found: Found, scores: str) -> list[tuple[str, f
         if kind != "add" and view.dtype(mask) != torch.bool:
             return Refusal("a mask is not boolean.", met)
         dtype = view.dtype(mask)
+        if kind == "add" and dtype == torch.float64 and view.dtype(met) != torch.float64:
+            return Refusal("a mask is added in float64 to scores of float32; the op adds it in float32.", met)
         if "T" not in text or (kind == "add" and (dtype is None or not dtype.is_floating_point)):
             return Refusal("a mask does not run over the keys, or adds integers.", met)
         made.append((kind, mask, text))
@@ -430,7 +348,7 @@ def _unranked(view: GraphView, relu: fx.Node, name: str) -> list[Region] | Refus
         node = user
     regions: list[Region] = []
     for end in reversed(ends):
-        found = _follow(view, [product], end)
+        found = follow(view, [product], end)
         if isinstance(found, Refusal):
             continue
         made = _regions(view, found, [end], dict(_SCORES), name)

@@ -22,7 +22,9 @@ from ascend_deep.passes.graph_view import op_name
 from ascend_deep.passes.region import Dims, Program, Region
 from ascend_deep.passes.stand_ins import widened
 
-__all__ = ["CANONICAL", "Bench", "arrange", "assignments", "expr", "fit", "restore", "run", "size_plan", "snap"]
+__all__ = [
+    "CANONICAL", "Bench", "arrange", "assignments", "expr", "fit", "open_masks", "restore", "run", "size_plan", "snap",
+]  # fmt: skip
 
 CANONICAL: Mapping[str, str] = {"q": "BSHD", "kv": "BTD", "weights": "BSH"}
 _SMALL = {"B": 2, "S": 3, "H": 3, "D": 6, "T": 11}
@@ -295,7 +297,7 @@ class Bench:
         return scores, hidden
 
 
-def _open_masks(bench: Bench, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def open_masks(bench: Bench, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``tensors`` with masks that change nothing."""
     neutral = {"hide": torch.zeros_like, "keep": torch.ones_like, "add": torch.zeros_like}
     return {r: neutral[bench.masks[r]](t) if r in bench.masks else t for r, t in tensors.items()}
@@ -347,7 +349,7 @@ def _fit(bench: Bench, plans: Iterable[Dims]) -> Fit | Refusal:
     error = "no sizes were found at which the block can run on its own."
     for dims in plans:
         tensors = bench.tensors(dims, 77, torch.float64)
-        bare = _open_masks(bench, tensors)
+        bare = open_masks(bench, tensors)
         try:
             plain = bench.run_wide(dims, bare)
             under_mask = bench.run_wide(dims, tensors)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from ascend_deep.native import logits_rows
-from ascend_deep.passes import mqa_sizes
+from ascend_deep.passes import mqa_edges, mqa_sizes, safeguards
 from ascend_deep.passes._types import Probe, Refusal, Solution
 from ascend_deep.passes.builder import Builder
 from ascend_deep.passes.graph_view import GraphView, op_name
@@ -58,6 +58,14 @@ class MqaIndexer:
     def solve(self, region: Region) -> Solution | Refusal:
         """The scale and the attributes of the op."""
         bench = Bench(region)
+        solution = self._solve(region, bench)
+        if isinstance(solution, Refusal):
+            return solution
+        # A number that stands in the block makes the better sentence.
+        threshold = safeguards.unexplained_thresholds(region, solution)
+        return threshold or mqa_edges.differs(bench, float(solution.attrs["scale"])) or solution
+
+    def _solve(self, region: Region, bench: Bench) -> Solution | Refusal:
         returns = str(region.hints["returns"]).split(",")
         floats = "scores" in returns
         if floats and any(op_name(n) == "aten.detach" for n in region.nodes):

@@ -149,7 +149,8 @@ class Pipeline:
 
     def _rewrite(self, captured: fx.GraphModule, active: Sequence[str], device: str) -> Outcome:
         matches: list[Match] = []
-        misses: list[Miss] = []
+        misses: list[tuple[Miss, fx.Node]] = []
+        chosen: set[fx.Node] = set()
         issued: dict[str, Certificate] = {}
         if any(name.startswith("experts_") for name in active):
             experts_alone.agree(captured.graph)
@@ -157,7 +158,7 @@ class Pipeline:
             with self._timed("recognise"):
                 view = GraphView(captured.graph)
                 accepted, refused = self._examine(recogniser, view)
-            misses.extend(_miss(recogniser, anchor, refusal) for anchor, refusal in refused)
+            misses.extend((_miss(recogniser, anchor, refusal), anchor) for anchor, refusal in refused)
             replaced: dict[fx.Node, fx.Node] = {}
             for item in accepted:
                 with self._timed("rewrite"):
@@ -171,8 +172,11 @@ class Pipeline:
                         self._shadow(item, device),
                     )
                 if isinstance(result, Refusal):
-                    misses.append(_miss(recogniser, item.region.outputs[0], result))
+                    anchor = item.region.outputs[0]
+                    misses.append((_miss(recogniser, anchor, result), anchor))
                     continue
+                if recogniser.name in _CHOOSERS:
+                    chosen.update(item.region.nodes)
                 certificate = self._certificate(item)
                 issued[certificate.key] = certificate
                 matches.append(self._match(item, result, certificate.key))
@@ -183,7 +187,7 @@ class Pipeline:
             certificates.save(certificate)
         return Outcome(
             matches=tuple(matches),
-            misses=tuple(misses),
+            misses=tuple(m for m, anchor in misses if m.recogniser not in _CHOOSERS or anchor not in chosen),
             certificates=tuple(issued.values()),
             unclaimed=_unclaimed(captured.graph),
             notes=policy.left_out(self.recognisers, device, self._idle(captured, active), self.measured.get(device)),
@@ -333,6 +337,11 @@ _HEAVY = frozenset(
         "aten.scaled_dot_product_attention", "aten.convolution", "transformers.grouped_mm_fallback",
     }
 )  # fmt: skip
+
+
+# A choice is one of experts or one of keys. Both recognisers look at it, and where one is right, what the other misses
+# is no news.
+_CHOOSERS = frozenset({"router", "mqa_indexer"})
 
 
 # What higher-order ops stand for in a model.
