@@ -29,6 +29,7 @@ _SMALL = {"B": 2, "S": 5, "T": 13}
 _CHOSEN = 4
 _LARGEST = 10**7
 _LOW = -1e30
+_LARGE = 2.0**60  # factor of scores that numbers far away, above _LOW, do not hide
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,16 @@ def _rows(bench: Bench, dims: Dims, scale: float) -> Fit | Refusal:
         ]
         if not members:
             return _difference(bench, tensors, scale, found, where)
+    large = bench.tensors(dims, 74, torch.float64)
+    large["q"] = large["q"] * _LARGE
+    wanted = bench.dense(large, scale, *members[0])
+    if not torch.allclose(bench.run_wide(dims, large), wanted, 1e-9, 1e-11, equal_nan=True):
+        return Refusal(
+            "where scores are very large the block is another function: keys that were not chosen get a number that "
+            "scores can reach, or scores are limited.",
+            where,
+            "Hide keys with -inf or the lowest number of the dtype.",
+        )
     return Fit(scale, *members[0])
 
 

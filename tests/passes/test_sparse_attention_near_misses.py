@@ -139,6 +139,12 @@ def mild_fill(q, k, v, s, m):
     return attended(q, k, v, bias)
 
 
+def hidden_mildly(q, k, v, s, m):
+    """Each row sees its chosen keys, and large scores of the others would beat them."""
+    bias = torch.full_like(s, -1e9).scatter(-1, chosen(s), 0.0).unsqueeze(1)
+    return attended(q, k, v, bias)
+
+
 def joined(q, k, v, s, m):
     """Chosen keys behind a window that is always attended to."""
     window = torch.ones(*s.shape[:2], 3, dtype=torch.bool)
@@ -184,6 +190,7 @@ CASES = [
     (over_heads, "not over the keys"),
     (overwritten, "overwritten by a finite number"),
     (mild_fill, "neither 0, nor NaN, nor an equal softmax"),
+    (hidden_mildly, "where scores are very large"),
     (joined, "joined with that of other keys"),
     (all_keys, "all 21 keys are chosen"),
 ]
