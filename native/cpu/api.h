@@ -128,6 +128,8 @@ extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+// The name of a table like kAvx512, for CPUs whose bfloat16 dot products are worth using. MoE kernels are the same.
+constexpr char kAvx512Bf16[] = "avx512_bf16";
 #endif
 
 // The instruction set in use: the best one the CPU has, or what ASCEND_DEEP_CPU_ISA names.

@@ -51,6 +51,7 @@ _GENERIC = (
 _X86 = {
     "gemm_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "gemm_avx512.cpp": [*_AVX512, "-mf16c"],
+    "gemm_avx512_bf16.cpp": [*_AVX512, "-mf16c", "-mavx512bf16", "-mavx512vbmi"],
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
     "mqa_avx2.cpp": ["-mavx2", "-mfma"],

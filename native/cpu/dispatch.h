@@ -5,7 +5,7 @@
 
 namespace ascend_deep_cpu {
 
-constexpr int kIsas = 3;
+constexpr int kIsas = 4;
 
 // Writes the usable kernel tables to out[0 .. kIsas) and returns their number.
 int available(const Kernels** out);

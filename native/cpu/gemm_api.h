@@ -35,6 +35,7 @@ struct Product {
   float* packed;
   int64_t panels, plain, pitch;
   bool coded;
+  bool dots;  // `coded`, and plain rows as bfloat16 with their scales, see gemm_dots.h
   void* d;
   const void* c;  // nullptr, or of the dtype of d
   Dtype dtype;
@@ -76,6 +77,8 @@ struct GemmKernels {
   int64_t left_over[3];  // as Kernels::left_over
   // Elements of a step of coded products, by format; 0: it has none.
   int64_t (*code_step)(MatFormat);
+  // Floats of such a step of a token that is packed as bfloat16; 0: tokens are not.
+  int64_t (*dots_step)(int64_t step);
   // Packs panels [begin, end) and plain rows [begin, end), both counted in one sequence, panels first.
   void (*pack)(const Product&, int64_t begin, int64_t end, void* scratch);
   size_t (*scratch)(const Product&);
@@ -93,6 +96,7 @@ extern const GemmKernels kGemmPortable;
 #if defined(__x86_64__)
 extern const GemmKernels kGemmAvx2;
 extern const GemmKernels kGemmAvx512;
+extern const GemmKernels kGemmAvx512Bf16;
 #endif
 
 // The table for the instruction set in use.

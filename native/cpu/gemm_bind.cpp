@@ -25,14 +25,13 @@ void check_same_depth(const View& a, const View& b) {
   STD_TORCH_CHECK(a.depth == b.depth, "ascend_deep: K of b is ", b.depth, ", K of a is ", a.depth, ".");
 }
 
-Tensor dense(const View& a, const View& b, const Tensor& like, const Optional& c, std::optional<ScalarType> out_dtype,
+Tensor dense(const View& a, const View& b, const Optional& c, std::optional<ScalarType> out_dtype,
              std::optional<double> alpha) {
   check_same_depth(a, b);
   const ScalarType type = out_dtype ? *out_dtype : c ? c->scalar_type() : ScalarType::BFloat16;
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, "ascend_deep: out_dtype is ", name_of(type),
                   ", the CPU kernel writes float32 and bfloat16.");
-  const int64_t shape[2] = {a.rows, b.rows};
-  Tensor d = torch::stable::empty({shape, 2}, type, std::nullopt, like.device());
+  Tensor d = empty_matrix(a.rows, b.rows, type);
   const Result r = result_of(d, c, {-1, 0, 1});
   run_parts(a, b, r, static_cast<float>(alpha.value_or(1.0)), {{0, 0, 0, 0, a.rows, 0, a.depth, nullptr}});
   return d;
@@ -53,7 +52,7 @@ Tensor gemm_bf16(const Tensor& a, const Tensor& b, const Optional& c, const std:
   const Layout l = layout_of(layout);
   check_bf16(a, "a");
   check_bf16(b, "b");
-  return dense(view_of(a, "a", l.a), view_of(b, "b", l.b), a, c, out_dtype, alpha);
+  return dense(view_of(a, "a", l.a), view_of(b, "b", l.b), c, out_dtype, alpha);
 }
 
 void scale(View& v, const Tensor& sf, const char* what, Dims dims, const Ints& recipe) {
@@ -71,7 +70,7 @@ Tensor gemm_scaled(const Tensor& a, const Tensor& sfa, const Tensor& b, const Te
   View va = view_of(a, "a", l.a), vb = view_of(b, "b", l.b);
   scale(va, sfa, "sfa", {-1, 0, 1}, recipe_a);
   scale(vb, sfb, "sfb", {-1, 0, 1}, recipe_b);
-  return dense(va, vb, a, c, out_dtype, alpha);
+  return dense(va, vb, c, out_dtype, alpha);
 }
 
 std::vector<int64_t> read_index(const Tensor& t) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -35,14 +36,25 @@ bool coded(const Product& p, const GemmKernels& isa) {
   return (w.gran_k % step == 0 || (w.gran_k == 32 && step % 32 == 0)) && w.sf_shift % w.gran_k == 0;
 }
 
+// Whether tokens can be packed as codes: their scales are those of whole groups of 32.
+bool dots(const Product& p, const GemmKernels& isa) {
+  const Operand& x = p.tokens;
+  if (!p.coded || !isa.dots_step(isa.code_step(p.stream.format))) return false;
+  if (x.format != kMatE4M3 && x.format != kMatE2M1) return false;
+  return x.sf == kSfNone || (x.gran_k % 32 == 0 && x.sf_shift % 32 == 0);
+}
+
 void plan_tokens(Product& p, const GemmKernels& isa) {
   p.coded = coded(p, isa);
+  p.dots = dots(p, isa);
   const int64_t full = p.count / isa.lanes, rest = p.count % isa.lanes;
   // Rows that are next to each other have no product for plain tokens beside panels.
   const int64_t most = across(p.stream) ? (full ? 0 : isa.left_over[0] / 2) : isa.left_over[std::min<int64_t>(full, 2)];
   p.panels = p.coded ? 0 : rest > most ? p.count - rest + isa.lanes : p.count - rest;
   p.plain = std::max<int64_t>(p.count - p.panels, 0);
-  p.pitch = round_up(p.depth, p.coded ? isa.code_step(p.stream.format) : 16);
+  const int64_t step = p.coded ? isa.code_step(p.stream.format) : 16;
+  p.pitch = round_up(p.depth, step);
+  if (p.dots) p.pitch = p.pitch / step * isa.dots_step(step);
 }
 
 int64_t packed_size(const Product& p) { return round_up(p.panels * p.depth + p.plain * p.pitch, 16) + 16; }
@@ -77,6 +89,20 @@ void run_wave(std::vector<Product>& wave, const GemmKernels& isa) {
     for (int64_t i = 0; i < items; ++i) packing.push_back({&p, i, i + 1});
   }
   std::atomic<size_t> next{0}, next_packing{0};
+  // A few tokens are packed by each thread for itself: that takes less time than to fetch them from another's cache.
+  if (threads > 1 && tasks.size() > 1 && wave.size() == 1 && wave.front().coded) {
+    const size_t own = packed * sizeof(float);
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+      char* space_of_thread = static_cast<char*>(thread_scratch(own + scratch));
+      Product p = wave.front();
+      p.packed = reinterpret_cast<float*>(space_of_thread);
+      isa.pack(p, 0, p.plain, space_of_thread + own);
+      for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
+        isa.product(p, tasks[i].n0, tasks[i].n1, space_of_thread + own);
+      }
+    });
+    return;
+  }
   const auto pack = [&](int64_t, int64_t) {
     for (size_t i; (i = next_packing.fetch_add(1, std::memory_order_relaxed)) < packing.size();) {
       isa.pack(*packing[i].product, packing[i].n0, packing[i].n1, thread_scratch(scratch));
@@ -109,6 +135,7 @@ bool has_f16c() {
 const GemmKernels& gemm_kernels() {
 #if defined(__x86_64__)
   static const bool half = has_f16c();
+  if (std::strcmp(kernels().name, kAvx512Bf16) == 0 && half) return kGemmAvx512Bf16;
   if (&kernels() == &kAvx512 && half) return kGemmAvx512;
   if (&kernels() == &kAvx2 && half) return kGemmAvx2;
 #endif

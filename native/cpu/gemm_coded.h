@@ -3,7 +3,7 @@
 // A row, or kRunRows of them, runs over the whole of K. The scale of a block is applied to the sum over a step.
 #pragma once
 
-#include "gemm_codes.h"
+#include "gemm_dots.h"
 
 namespace {
 
@@ -14,11 +14,11 @@ constexpr int64_t kCodedRows = kLanes == 16 ? 8 : 4;  // whose lanes are added u
 static_assert(kCodedRows % kRunRows == 0, "whole runs");
 constexpr int64_t kAheadBytes = 6144;
 
-// Whether one token is multiplied row by row, as memory likes best: for rows of E2M1 that are long enough to be worth
-// it, as long as the token stays in the first cache. Rows of E4M3, twice as long, gain nothing.
+// Whether one token is multiplied row by row, as memory likes best: rows that are long enough to be worth it, as long as
+// the token stays in the first cache beside them.
 template <typename F>
 constexpr bool row_by_row(int64_t tokens, int64_t depth) {
-  return F::kVectors == 8 && tokens == 1 && depth >= 1024 && depth <= 8192;
+  return tokens == 1 && depth >= F::kRowByRow[0] && depth <= F::kRowByRow[1];
 }
 
 // Row `row` of the scales as float32 in `space`, unless it is that where it lies: one for each group.
@@ -54,12 +54,19 @@ enum Spread32 { kWhole, kHalves, kParts };
 template <typename F>
 constexpr Spread32 spread_of_32() {
   if (F::kStep <= 32) return kWhole;
-  return F::kVectors == 4 ? kHalves : kParts;
+  return !F::kDots && F::kVectors == 4 ? kHalves : kParts;
 }
 
-// The scales of the groups of 32 elements of an E2M1 step, each for as many lanes as it has words.
+// The scales of the groups of 32 elements of a step, each for as many lanes as it has.
+template <typename F>
 AD_INLINE Vec part_scales(const float* s) {
 #if ASCEND_DEEP_LANES == 16
+  if constexpr (F::kStep == 64) {
+    double two;
+    std::memcpy(&two, s, sizeof(two));
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return reinterpret_cast<Vec>(_mm512_permutevar_ps(_mm512_castpd_ps(_mm512_set1_pd(two)), halves));
+  }
   const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s));
   return reinterpret_cast<Vec>(
       _mm512_permutevar_ps(four, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
@@ -73,7 +80,7 @@ AD_INLINE Vec part_scales(const float* s) {
 // One step of one row onto acc[m], for MB tokens.
 template <typename F, int MB, Spread32 kSpread>
 AD_INLINE void code_step(BVec codes, const float* s, const float* x, int64_t pitch, Vec* acc, int64_t stride) {
-  Vec w[F::kVectors];
+  typename F::Part w[F::kVectors];
   F::decode(codes, w);
 #pragma GCC unroll 4
   for (int m = 0; m < MB; ++m) {
@@ -84,10 +91,8 @@ AD_INLINE void code_step(BVec codes, const float* s, const float* x, int64_t pit
       acc[m * stride] += lower * s[0];
       acc[m * stride] += upper * s[1];
     } else {
-      Vec sum = w[0] * load(xm);
-#pragma GCC unroll 8
-      for (int i = 1; i < F::kVectors; ++i) sum += w[i] * load(xm + i * kLanes);
-      if constexpr (kSpread == kParts) acc[m * stride] += sum * part_scales(s);
+      const Vec sum = step_product(w, xm);
+      if constexpr (kSpread == kParts) acc[m * stride] += sum * part_scales<F>(s);
       else acc[m * stride] += sum * s[0];
     }
   }
@@ -118,15 +123,15 @@ AD_INLINE void coded_run(const uint8_t* const* rows, const float* const* scales,
   for (; k + F::kStep <= run.depth; k += F::kStep) {
 #pragma GCC unroll 4
     for (int64_t j = 0; j < R; ++j) {
-      __builtin_prefetch(r[j] + run.ahead, 0, 3);
+      __builtin_prefetch(r[j] + run.ahead, 0, R == 1 ? 3 : 2);
       if constexpr (kGroups > 1) __builtin_prefetch(s[j] + run.sf_ahead, 0, 3);
       const BVec codes = *reinterpret_cast<const BVecU*>(r[j]);
-      if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
+      if constexpr (F::kWatched) watch_nan(codes, seen[j]);
       code_step<F, MB, kSpread>(codes, s[j], x, run.pitch, &acc[0][j], R);
       r[j] += kStepBytes;
       if constexpr (kGroups > 1) s[j] += kGroups;
     }
-    x += F::kStep;
+    x += F::kTokenStep;
     if (kGroups == 1 && --left == 0) {
       left = run.every;
 #pragma GCC unroll 4
@@ -141,7 +146,7 @@ AD_INLINE void coded_run(const uint8_t* const* rows, const float* const* scales,
       std::memcpy(last, r[j], (run.depth - k + kPer - 1) / kPer);
       for (int64_t g = 0; g < kGroups && (g == 0 || 32 * g < run.depth - k); ++g) part[g] = s[j][g];
       const BVec codes = *reinterpret_cast<const BVecU*>(last);
-      if constexpr (F::kVectors == 4) watch_nan(codes, seen[j]);
+      if constexpr (F::kWatched) watch_nan(codes, seen[j]);
       code_step<F, MB, kSpread>(codes, part, x, run.pitch, &acc[0][j], R);
     }
   }
@@ -175,7 +180,7 @@ void coded_rows(const uint8_t* const* rows, const float* const* scales, const Co
     lane_sums<kSums>(sums[m], all);
     std::memcpy(out + m * ldo, all, sizeof(all));
   }
-  if constexpr (F::kVectors == 4) {
+  if constexpr (F::kWatched) {
     BVec any = seen[0];
     for (int64_t j = 1; j < kCodedRows; ++j) any = seen[j] > any ? seen[j] : any;
     if (!saw_nan(any)) return;
@@ -226,7 +231,8 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
       rows[j] = reinterpret_cast<const uint8_t*>(w.base) + r * w.row;
       if (scaled && r >= edge) {
         // Few scales may be in `space` at a time, so rows that share one also share the place.
-        current = scale_row(w, ++block, groups, space + block % (kCodedRows + 1) * groups);
+        ++block;
+        current = scale_row(w, block, groups, space + block % (kCodedRows + 1) * groups);
         edge += w.gran_row;
       }
       scales[j] = current;
@@ -234,6 +240,16 @@ void coded_product(const Product& a, int64_t n0, int64_t n1, float* space, float
     if (fine) coded_tokens<F, spread_of_32<F>()>(rows, scales, run, a.plain, out + (n - n0), ldo);
     else coded_tokens<F, kWhole>(rows, scales, run, a.plain, out + (n - n0), ldo);
   }
+}
+
+inline void coded_product_any(const Product& a, int64_t n0, int64_t n1, float* space, float* out, int64_t ldo) {
+  const bool e4m3_codes = a.stream.format == ascend_deep_cpu::kMatE4M3;
+#if ASCEND_DEEP_LANES == 16 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+  if (a.dots && e4m3_codes) return coded_product<E4M3Dots>(a, n0, n1, space, out, ldo);
+  if (a.dots) return coded_product<E2M1Dots>(a, n0, n1, space, out, ldo);
+#endif
+  if (e4m3_codes) coded_product<E4M3>(a, n0, n1, space, out, ldo);
+  else coded_product<E2M1>(a, n0, n1, space, out, ldo);
 }
 
 }  // namespace

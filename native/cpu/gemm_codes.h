@@ -160,8 +160,12 @@ AD_INLINE bool saw_nan(BVec seen) {
 
 // The values times kUnit; 480 kUnit for NaN.
 struct E4M3 {
+  typedef Vec Part;
   static constexpr int64_t kStep = kStepE4M3;
+  static constexpr int64_t kTokenStep = kStep;
   static constexpr int kVectors = 4;
+  static constexpr bool kDots = false, kWatched = true;
+  static constexpr int64_t kRowByRow[2] = {1, 0};  // decoding takes longer than memory
 #if defined(__F16C__)
   static constexpr float kUnit = 0x1p-8f;
 #else
@@ -203,8 +207,12 @@ struct E4M3 {
 };
 
 struct E2M1 {
+  typedef Vec Part;
   static constexpr int64_t kStep = kStepE2M1;
+  static constexpr int64_t kTokenStep = kStep;
   static constexpr int kVectors = 8;
+  static constexpr bool kDots = false, kWatched = false;
+  static constexpr int64_t kRowByRow[2] = {1024, 8192};
   static constexpr float kUnit = 1.0f;
 
   AD_INLINE static void decode(BVec codes, Vec (&v)[kVectors]) {
@@ -213,6 +221,15 @@ struct E2M1 {
     for (int i = 0; i < kVectors; ++i) v[i] = e2m1_low(w >> (4 * i));
   }
 };
+
+// The sums of a step of numbers times one of a token.
+template <int N>
+AD_INLINE Vec step_product(const Vec (&w)[N], const float* x) {
+  Vec sum = w[0] * load(x);
+#pragma GCC unroll 8
+  for (int i = 1; i < N; ++i) sum += w[i] * load(x + i * kLanes);
+  return sum;
+}
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 

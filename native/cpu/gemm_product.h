@@ -44,6 +44,7 @@ inline void pack_vector(const Product& a, int64_t from, int64_t width, float* to
 }
 
 inline void pack_plain(const Product& a, int64_t i, float* to) {
+  if (a.dots) return pack_dots_any(a.tokens, token_row(a, a.panels + i), a.depth, a.stream.format, to);
   decode_row(a.tokens, token_row(a, a.panels + i), 0, a.depth, to);
   for (int64_t k = a.depth; k < a.pitch; ++k) to[k] = 0.0f;
   if (!a.coded) return;
@@ -262,8 +263,7 @@ void product(const Product& a, int64_t n0, int64_t n1, void* scratch) {
       staged_product(a, n, end, s);
       continue;
     }
-    if (a.stream.format == ascend_deep_cpu::kMatE4M3) coded_product<E4M3>(a, n, end, s + at.scales, out, kRowPitch);
-    else coded_product<E2M1>(a, n, end, s + at.scales, out, kRowPitch);
+    coded_product_any(a, n, end, s + at.scales, out, kRowPitch);
     finish_any(a, n, end, nullptr, out, kRowPitch);
   }
 }

@@ -204,6 +204,30 @@ def test_scales_of_any_form_give_the_same_bits(sf_format: str, tokens: int, each
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("weights", ["fp8", "fp4"])
+@pytest.mark.parametrize("lost", [float("inf"), float("nan")], ids=str)
+def test_a_token_scale_that_is_not_finite(lost: float, weights: str, each_isa: str) -> None:
+    """It turns codes to infinity or NaN before they are summed up, so opposite ones do not cancel."""
+    g = torch.Generator().manual_seed(12)
+    k = 320
+    x = torch.randn(3, k, generator=g).to(FP8)
+    x_sf = torch.full((3, 10), 0.5)
+    x_sf[1, 3] = lost
+    w = torch.zeros(5, k)
+    w[1, 96:128] = 1.0  # infinities of either sign
+    w[2, 96:98] = torch.tensor([1.0, 1.0]) * x[1, 96:98].float().sign()
+    w[3, 200] = 3.0
+    # The others sum to zero without the scale.
+    x[1, 96:128] = torch.tensor([1.0, -1.0] * 16).to(FP8)
+    quant = ops.quant_fp8(w, gran=(1, 32), ue8m0=True) if weights == "fp8" else ops.quant_fp4(w)
+    blocks: dict[str, Any] = {"recipe_a": (1, 32), "recipe_b": (1, 32), "out_dtype": torch.float32}
+    got = ops.gemm_scaled(x, x_sf, *quant, **blocks)
+    numbers = x.float() * x_sf.repeat_interleave(32, 1)
+    wanted = numbers @ ops.dequant(*quant, gran=(1, 32)).t()
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-5, equal_nan=True)
+    assert wanted[1].isnan().all() and wanted[::2].isfinite().all()
+
+
 def test_thread_counts_give_the_same_bits(threads: None) -> None:
     g = torch.Generator().manual_seed(10)
     cases = [
