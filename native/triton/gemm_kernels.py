@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ascend_deep.native.triton.portable import exact
+
 __all__ = ["gemm_kernel", "sum_kernel"]
 
 
@@ -21,7 +23,7 @@ def _load(x, row, k, rows, K, x_r, x_k, R: tl.constexpr, BK: tl.constexpr, TMA: 
     """A tile [R, BK] of the matrix x at (row, k).
 
     Through the copy engine ``x`` is a descriptor of the matrix as it lies, [rows, K] if K_MAJOR, else [K, rows].
-    Otherwise ``x`` is a pointer, and what is not inside [rows, K] is read as 0.
+    Otherwise ``x`` is a pointer, and what is not inside [rows, K] is read as 0. Codes of FP8 come as float16.
     """
     if TMA:
         if K_MAJOR:
@@ -33,7 +35,7 @@ def _load(x, row, k, rows, K, x_r, x_k, R: tl.constexpr, BK: tl.constexpr, TMA: 
         at = (k + tl.arange(0, BK)).to(tl.int64)
         inside = (r < rows)[:, None] & (at < K)[None, :]
         tile = tl.load(x + r[:, None] * x_r + at[None, :] * x_k, mask=inside, other=0.0)
-    return tile
+    return exact(tile)
 
 
 @triton.jit

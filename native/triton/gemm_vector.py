@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ascend_deep.native.triton.gemm_plan import Vector
 from ascend_deep.native.triton.launch import launch
+from ascend_deep.native.triton.portable import exact
 
 __all__ = ["takes", "vector"]
 
@@ -42,7 +43,7 @@ def vector_kernel(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: BN rows of w; BN divides 128. EVEN: no tail in N and K."""
+    """One program: BN rows of w; BN divides 128. EVEN: no tail in N and K. Codes of FP8 may be uint8."""
     n0 = tl.program_id(0) * BN
     n = n0 + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -51,11 +52,12 @@ def vector_kernel(
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         at = k0 + k
         if EVEN:
-            weight = tl.load(rows + at[None, :]).to(tl.float32)
-            value = tl.load(x + at * x_k).to(tl.float32)
+            weight = exact(tl.load(rows + at[None, :])).to(tl.float32)
+            value = exact(tl.load(x + at * x_k)).to(tl.float32)
         else:
-            weight = tl.load(rows + at[None, :], mask=(n < N)[:, None] & (at < K)[None, :], other=0.0).to(tl.float32)
-            value = tl.load(x + at * x_k, mask=at < K, other=0.0).to(tl.float32)
+            inside = (n < N)[:, None] & (at < K)[None, :]
+            weight = exact(tl.load(rows + at[None, :], mask=inside, other=0.0)).to(tl.float32)
+            value = exact(tl.load(x + at * x_k, mask=at < K, other=0.0)).to(tl.float32)
         if SCALED:
             block = at // 128
             sa = tl.load(sfa + block * sfa_k, mask=at < K, other=0.0)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+
+from ascend_deep.native.triton.portable import exact, gdc_launch_dependents
 
 __all__ = ["logits_kernel", "negate"]
 
@@ -40,10 +41,26 @@ def _row_bounds(ks, ke, b, s, inside, keys, ks_b, ks_s, ke_b, ke_s, HAS_KS: tl.c
 @triton.jit
 def negate(x, rows):
     """``x`` [N, D] with the sign of the rows flipped where ``rows`` [N] is true, on the bits: fp8 has no arithmetic."""
-    if x.dtype.primitive_bitwidth == 8:
+    if x.dtype.is_fp8():
         bits = x.to(tl.uint8, bitcast=True)
-        return tl.where(rows[:, None], bits ^ 0x80, bits).to(x.dtype, bitcast=True)
-    return tl.where(rows[:, None], -x, x)
+        x = tl.where(rows[:, None], bits ^ 0x80, bits).to(x.dtype, bitcast=True)
+    elif x.dtype == tl.uint8:
+        x = tl.where(rows[:, None], x ^ 0x80, x)
+    else:
+        x = tl.where(rows[:, None], -x, x)
+    return x
+
+
+@triton.jit
+def _keys(kv, row, d, rows, D: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A tile [BLOCK_T, D] of the keys from ``row`` on; through the copy engine, unless ``kv`` is a pointer."""
+    if kv.dtype.is_ptr():
+        at = row + tl.arange(0, BLOCK_T)
+        inside = (at < rows)[:, None] & (d < D)[None, :]
+        tile = exact(tl.load(kv + at.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0))
+    else:
+        tile = kv.load([row, 0])
+    return tile
 
 
 @triton.jit
@@ -102,11 +119,11 @@ def logits_kernel(
 ):
     """One program: QUERIES queries of one batch row, ``chunk`` keys.
 
-    ``kv`` is a tensor descriptor of [B * T, D]; all other tensors are pointers with strides in elements. MASK is 0
-    (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the bits of the scores, -1 for masked ones, and
-    nothing sensible outside the bounds of a query (the workspace of the selection, see ``select``). Otherwise ``out``
-    is floating, excluded keys get -inf, and everything outside the bounds does if CLEAN. EVEN: chunks divide the keys,
-    and there are no bounds.
+    ``kv`` is a tensor descriptor of [B * T, D], or a pointer to its rows; then FP8 may be uint8. All other tensors are
+    pointers with strides in elements. MASK is 0 (none), 1 (bool) or 2 (floating). BITS: ``out`` is int32 and gets the
+    bits of the scores, -1 for masked ones, and nothing sensible outside the bounds of a query (the workspace of the
+    selection, see ``select``). Otherwise ``out`` is floating, excluded keys get -inf, and everything outside the bounds
+    does if CLEAN. EVEN: chunks divide the keys, and there are no bounds.
     """
     if BITS:
         gdc_launch_dependents()  # the selection, which waits for the end of this kernel
@@ -132,7 +149,7 @@ def logits_kernel(
         w = w * tl.abs(scale)
         if NEGATIVE:
             x = negate(x, row >= 0)
-    operand = tl.trans(x)
+    operand = tl.trans(exact(x))
 
     s = s0 + tl.arange(0, QUERIES)
     inside = s < queries
@@ -148,7 +165,7 @@ def logits_kernel(
     scales = kv_sf + b * kvsf_b if HAS_KVSF else kv_sf
 
     for t0 in tl.range(low, high, BLOCK_T, num_stages=STAGES):
-        k = kv.load([base + t0, 0])
+        k = _keys(kv, base + t0, d, base + keys, D, BLOCK_T)
         acc = tl.dot(k, operand, input_precision=PRECISION)
         acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         if BLOCK_H != H:
@@ -188,7 +205,7 @@ def logits_kernel(
             used = ranged & (column < columns)
         tl.store(to[None, :] + column, value, mask=used)
 
-    if CLEAN and (COMPRESSED or HAS_KS or HAS_KE):
+    if CLEAN and (COMPRESSED or (HAS_KS or HAS_KE)):
         limit = tl.minimum(begin + chunk, columns)
         for c0 in tl.range(begin, limit, BLOCK_T):
             c = c0 + tl.arange(0, BLOCK_T)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ascend_deep.native.triton.mqa_logits import negate
+from ascend_deep.native.triton.portable import exact, float_of_bytes, gdc_launch_dependents
 
 __all__ = ["paged_kernel"]
 
@@ -77,8 +77,9 @@ def paged_kernel(
 
     ``out`` [Q, next_n, columns]. BITS: it is int32 and gets the bits of the scores, -1 for absent keys, and nothing
     behind a context (the workspace of the selection). Otherwise it is floating, -inf for absent keys and, if CLEAN,
-    behind. PLANAR: ``cache`` is uint8 in the format ``"fp8"``; its keys are D bytes apart. WHOLE: a tile lies in a
-    page, and ``keys`` is a tensor descriptor of the cache in rows of keys, of which a page has ``page_rows``.
+    behind. PLANAR: ``cache`` is uint8 in the format ``"fp8"``; its keys are D bytes apart, and ``q``
+    may be uint8 too. WHOLE: a tile lies in a page, and ``keys`` is a tensor descriptor of the cache in rows of keys, of
+    which a page has ``page_rows``.
     """
     if BITS:
         gdc_launch_dependents()  # the selection, which waits for the end of this kernel
@@ -103,7 +104,7 @@ def paged_kernel(
         w = w * tl.abs(scale)
         if NEGATIVE:
             x = negate(x, row >= 0)
-    operand = tl.trans(x)
+    operand = tl.trans(exact(x))
 
     n = n0 + tl.arange(0, TOKENS)
     inside = n < next_n
@@ -136,18 +137,21 @@ def paged_kernel(
             there = there & (name >= 0) & (name < pages)
             start = cache + tl.where(there, name, 0) * c_p
             keys_at = start + (t % page) * c_t
-            if PLANAR:
+            if PLANAR and q.dtype.element_ty != tl.uint8:
                 keys_at = keys_at.to(tl.pointer_type(tl.float8e4nv))
             k = tl.load(keys_at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        acc = tl.dot(k.to(operand.dtype), operand, input_precision=PRECISION)
+        acc = tl.dot(exact(k).to(operand.dtype), operand, input_precision=PRECISION)
         acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         if BLOCK_H != H:
             # A key with an infinity makes NaN of the padding's zeros.
             acc = tl.where((row_h < H)[None, :], acc, 0.0)
         score = tl.sum(tl.reshape(acc, (BLOCK_T, TOKENS, BLOCK_H)), axis=2)
         if PLANAR:
-            scales_at = (start + page * D).to(tl.pointer_type(tl.float32)) + t % page
-            factor = tl.load(scales_at, mask=there, other=0.0)
+            if q.dtype.element_ty == tl.uint8:
+                factor = float_of_bytes(start + page * D + 4 * (t % page), there)
+            else:
+                scales_at = (start + page * D).to(tl.pointer_type(tl.float32)) + t % page
+                factor = tl.load(scales_at, mask=there, other=0.0)
             # Behind the ReLU a negative scale would give a wrong number.
             factor = tl.where(factor < 0, float("nan"), factor)
             score = score * factor[:, None]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Compiled", "compile_kernel"]
+__all__ = ["Compiled", "compile_kernel", "host_types"]
 
 _KERNELS = "ascend_deep.native.triton"
 
@@ -33,7 +33,7 @@ class Compiled:
     error: str
 
 
-def _host_types() -> None:
+def host_types() -> None:
     """A name that host code beside the kernels imports and that Triton 3.2 lacks; no kernel here is given one."""
     name = "triton.tools.tensor_descriptor"
     if name not in sys.modules:
@@ -52,7 +52,7 @@ def compile_kernel(
         constants: value of every ``tl.constexpr``.
         processor: as the compilers name it, such as ``Ascend950PR_9599``.
     """
-    _host_types()
+    host_types()
     function = getattr(importlib.import_module(f"{_KERNELS}.{module}"), kernel)
     needed = {p.name for p in function.params if p.is_constexpr}
     assert needed == set(constants), needed ^ set(constants)

@@ -29,8 +29,31 @@ K_GROUPED = {
     "SUPER": 8,
     "STAGES": 2,
 }
+# FP8 as the codes that it has in memory: Triton for Ascend has no such type.
+CODES = {**OPERANDS, "a": "*u8", "b": "*u8"}
+SCALED = {**GEMM, "SCALED": True, "BK": 128}
+LOGITS: dict[str, Any] = {
+    **{"H": 24, "D": 128, "QUERIES": 2, "BLOCK_H": 32, "BLOCK_D": 128, "BLOCK_T": 64, "NEGATIVE": True},
+    **{"HAS_QSF": False, "HAS_KVSF": False, "HAS_KS": True, "HAS_KE": True, "MASK": 0, "COMPRESSED": False},
+    **{"CLEAN": True, "BITS": False, "EVEN": False, "PRECISION": "ieee", "STAGES": 2},
+}
+PAGED: dict[str, Any] = {
+    **{"H": 24, "D": 128, "TOKENS": 2, "BLOCK_H": 32, "BLOCK_D": 128, "BLOCK_T": 64, "NEGATIVE": True},
+    **{"HAS_QSF": False, "HAS_INDICES": True, "PLANAR": False, "WHOLE": False, "CLEAN": True, "BITS": False},
+    **{"PRECISION": "ieee", "STAGES": 2},
+}
+MANY_KEYS = {"BLOCK_T": 512, "QUERIES": 16}
+MANY_PAGED = {"BLOCK_T": 512, "TOKENS": 16}
 VECTOR = {"BN": 8, "BK": 512, "SCALED": False, "HAS_C": False, "EVEN": False, "STAGES": 2}
 LARGE = {"BM": 256, "BN": 512}
+
+
+def indexer(dtype: str, out: str = "*fp32") -> dict[str, str]:
+    """Pointers of the two kernels of the indexer: queries and keys of ``dtype``."""
+    floats = dict.fromkeys(("q_sf", "kv_sf", "weights", "mask"), "*fp32")
+    indices = dict.fromkeys(("ks", "ke", "lens", "table", "indices"), I32)
+    return {**floats, **indices, **dict.fromkeys(("q", "kv", "cache"), dtype), "out": out}
+
 
 Case = tuple[str, str, dict[str, str], dict[str, Any], dict[str, Any], str]
 # Module, kernel, pointers, constants, what makes the tile too large, the buffer that then overflows.
@@ -45,6 +68,60 @@ CASES: dict[str, Case] = {
         {**OPERANDS, "out": "*fp32"},
         {**GEMM, "BM": 16, "SWAP": True, "SPLITS": 4},
         LARGE,
+        "cc",
+    ),
+    "scaled FP8": ("gemm_kernels", "gemm_kernel", CODES, SCALED, LARGE, "cc"),
+    "scaled FP8, labels": ("gemm_kernels", "gemm_kernel", CODES, {**SCALED, "GROUPING": 2}, LARGE, "cc"),
+    "scaled FP8, psum": ("gemm_kernels", "gemm_kernel", CODES, {**SCALED, "GROUPING": 1}, LARGE, "cc"),
+    "scaled FP8, masked": ("gemm_kernels", "gemm_kernel", CODES, {**SCALED, "GROUPING": 3}, LARGE, "cc"),
+    "scaled FP8, few rows": (
+        "gemm_kernels",
+        "gemm_kernel",
+        {**CODES, "out": "*fp32"},
+        {**SCALED, "BM": 16, "SWAP": True, "SPLITS": 3, "GRAN_N": 1},
+        LARGE,
+        "cc",
+    ),
+    "scaled FP8, one row": (
+        "gemm_vector",
+        "vector_kernel",
+        {**CODES, "x": "*u8", "w": "*u8"},
+        {**VECTOR, "SCALED": True},
+        {"BN": 128},
+        "ub",
+    ),
+    "logits": ("mqa_logits", "logits_kernel", indexer("*bf16"), LOGITS, MANY_KEYS, "cc"),
+    "logits for a selection": (
+        "mqa_logits",
+        "logits_kernel",
+        indexer("*bf16", I32),
+        {**LOGITS, "BITS": True, "CLEAN": False, "HAS_KS": False, "HAS_KE": False, "EVEN": True},
+        MANY_KEYS,
+        "cc",
+    ),
+    "logits with a mask, compressed": (
+        "mqa_logits",
+        "logits_kernel",
+        indexer("*fp16"),
+        {**LOGITS, "COMPRESSED": True, "MASK": 2},
+        MANY_KEYS,
+        "cc",
+    ),
+    "FP8 logits": (
+        "mqa_logits",
+        "logits_kernel",
+        indexer("*u8"),
+        {**LOGITS, "HAS_QSF": True, "HAS_KVSF": True},
+        MANY_KEYS,
+        "cc",
+    ),
+    "paged logits": ("paged", "paged_kernel", indexer("*bf16"), PAGED, MANY_PAGED, "cc"),
+    "paged FP8 logits": (
+        "paged",
+        "paged_kernel",
+        indexer("*u8"),
+        {**PAGED, "PLANAR": True, "HAS_QSF": True},
+        MANY_PAGED,
         "cc",
     ),
     "sum of splits": (
@@ -146,13 +223,14 @@ def test_a_tile_of_the_950_is_too_large_for_the_910b() -> None:
 FP8 = {**OPERANDS, "a": "*fp8e4nv", "b": "*fp8e4nv"}
 # What these versions of the compilers turn down. If one of these compiles, it belongs above.
 REFUSED: dict[str, tuple[str, str, dict[str, str], dict[str, Any], str, str]] = {
-    "scaled FP8": (
-        "gemm_kernels",
-        "gemm_kernel",
-        FP8,
-        {**GEMM, "SCALED": True, "BK": 128},
+    "FP8 by its name": ("gemm_kernels", "gemm_kernel", FP8, SCALED, "triton-ascend", "type fp8"),
+    "pages through descriptors": (
+        "paged",
+        "paged_kernel",
+        {**indexer("*bf16"), "keys": "*bf16"},
+        {**PAGED, "WHOLE": True},
         "triton-ascend",
-        "type fp8",
+        "object has no attribute 'load'",
     ),
 }
 
