@@ -37,6 +37,8 @@ from ascend_deep.quantized_modules import QuantizedExperts, QuantizedModule
 
 __all__ = ["Left", "Prepared", "Quantized", "Swapped", "load_quantized", "prepare"]
 
+ROOT = "the model itself"
+"""Its path, ``""``, in texts."""
 _OTHER_INTERFACE = "its class dispatches through another interface of transformers (quantised experts have their own)."
 _SHARED_OUT = "its experts are shared out over ranks (parallelize), and run moe_experts on each of them already."
 _NOT_DECORATED = (
@@ -54,7 +56,7 @@ class Swapped:
     spec: Spec | LoopSpec | WrittenSpec
 
     def __str__(self) -> str:
-        return f"{self.module} ({self.kind}): {self.spec.describe()}"
+        return f"{self.module or ROOT} ({self.kind}): {self.spec.describe()}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Left:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.module} ({self.kind}): {self.reason}"
+        return f"{self.module or ROOT} ({self.kind}): {self.reason}"
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Prepared:
         ):
             groups: dict[tuple[str, str], list[str]] = {}
             for item in kind:
-                groups.setdefault((item.kind, what(item)), []).append(item.module)
+                groups.setdefault((item.kind, what(item)), []).append(item.module or ROOT)
             for (name, text), paths in groups.items():
                 lines.append(f"  {mark}  {len(paths)}× {name}  {short_paths(paths)}")
                 lines.append(f"      {text}")

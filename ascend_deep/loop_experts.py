@@ -29,6 +29,7 @@ __all__ = ["ATTRIBUTE", "Loop", "LoopSpec", "install", "installed", "is_named_so
 
 ATTRIBUTE = "_ascend_deep_loop"
 _MARK = "_ascend_deep_forward"
+_MISSING = object()
 _OURS = ("forward", "_apply", "__deepcopy__", ATTRIBUTE)
 
 
@@ -76,10 +77,12 @@ def _unchanged(module: nn.Module, loop: Loop) -> Any:
     own: list[str] = []
     for path, name in loop.reads.attributes:
         holder = module.get_submodule(path)
-        if "." not in path and not path.isdigit() and is_simple(getattr(holder, name, None)):
+        if "." not in path and not path.isdigit() and is_simple(getattr(holder, name, _MISSING)):
             own.append(".".join(("module", *([path] if path else []), name)))
     scopes[0] = ({}, own)
     for scope, name in loop.reads.outside:
+        if not isinstance(scope, dict) or not is_simple(scope.get(name)):
+            continue  # a function, or a variable of one; ``Experts`` looks at it
         scopes.setdefault(id(scope), (scope, []))[1].append(name)
     pairs = []
     for scope, names in scopes.values():
@@ -110,19 +113,27 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 class _Copy:
-    """``__deepcopy__`` of a prepared module: the copy is prepared, with parameters of its own."""
+    """``__deepcopy__`` of a prepared module: the copy is prepared, with parameters of its own.
+
+    If something of the experts was changed since, the copy is an ordinary module with its own loop: what it has now
+    is nothing that was compared with the op.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         own = vars(self.module)
+        experts = own[ATTRIBUTE]
+        prepared = experts.stays or experts.refresh() is None
         ours = {name: own.pop(name) for name in _OURS if name != "forward" or _is_ours(self.module)}
         try:
             twin_ = copy.deepcopy(self.module, memo)
         finally:
             own |= ours
-        setattr(twin_, ATTRIBUTE, ours[ATTRIBUTE].copied(memo))
+        if not prepared:
+            return twin_
+        setattr(twin_, ATTRIBUTE, experts.copied(memo))
         _attach(twin_, ours["forward"].__func__ if "forward" in ours else None)
         return twin_
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ascend_deep.loop_checks import below, fingerprint, unusual
 from ascend_deep.loop_families import Family, copied_elements, families, is_owner, twin
 from ascend_deep.loop_flow import reads
-from ascend_deep.loop_helpers import loop_elsewhere
+from ascend_deep.loop_helpers import given_ids, loop_elsewhere
 from ascend_deep.loop_proof import dtype_of_result, prove, under_autocast, writes_into_base
 from ascend_deep.loop_reads import Reads
 from ascend_deep.loop_regions import Part, Solved, candidates, part, solve
@@ -186,13 +186,18 @@ def _examine(module: nn.Module, entry: nn.Module, path: str, owner: str) -> Loop
     watch: list[Reads] = []
     shapes = [_like(shape, s) for s in (*_SHAPES, *_long(rig, found))]
     for training in (False, True):
-        answer = _in_mode(rig, found, numbers, training, shape, shapes, parts, watch)
+        answer: bool | tuple[int, str] | None
+        try:
+            answer = _in_mode(rig, found, numbers, training, shape, shapes, parts, watch)
+        except Exception as error:  # of the code that is tried, which nobody wrote for these values
+            mode = "training" if training else "evaluation"
+            answer = 3, f"it does not run on values of our choosing in {mode}: {type(error).__name__}: {line(error)}"
         if isinstance(answer, bool):
             modes[training] = answer
         elif answer is not None and (reason is None or answer[0] > reason[0]):
             reason = answer
     if not modes or not parts:
-        where = loop_elsewhere(type(module), {f.pattern.split(".")[0] for f in found})
+        where = _elsewhere(rig, found)
         if where is not None and (reason is None or reason[0] < 3):
             return 3, (
                 f"its loop over experts is in {where}, together with what makes their ids; the parts "
@@ -248,6 +253,13 @@ def _in_mode(
             break
         # A larger part may weight and sum what this one computes for every choice of every token.
     if best is None:
+        where = _elsewhere(rig, found) if rank < 3 and given_ids(record) else None
+        if where is not None:
+            return 3, (
+                f"its loop over experts is in {where}, and with the tokens, ids and weights that forward gives it, the "
+                "result is no weighted sum of the experts as moe_experts has them (look for another activation, a "
+                "factor, a parameter that is no expert's, a mode, or experts in another order)."
+            )
         return rank, text
     best = _earliest(rig, record, records, best, training)
     read = reads(rig, best, records)
@@ -266,6 +278,10 @@ def _in_mode(
         return 4, "its loops in training and in evaluation compute different things."
     parts[index] = best, gradients
     return gradients
+
+
+def _elsewhere(rig: Rig, found: Sequence[Family]) -> str | None:
+    return loop_elsewhere(type(rig.module), {f.pattern.split(".")[0] for f in found})
 
 
 def _worth(s: Solved) -> tuple[int, bool]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ascend_deep.loop_reads import Left, Reader, Reads, is_simple
-from ascend_deep.loop_regions import Solved
-from ascend_deep.loop_runs import Record, Rig
-from ascend_deep.loop_source import loads, stores
+from ascend_deep.loop_regions import Solved, draw, run
+from ascend_deep.loop_runs import Record, Rig, quiet
+from ascend_deep.loop_source import inlined, loads, stores
 
 __all__ = ["reads"]
 
@@ -53,14 +53,22 @@ def reads(rig: Rig, s: Solved, records: Sequence[Record]) -> tuple[Reads, list[f
                 if "." in held:
                     reader.whole(rig.module.get_submodule(top))
         given = {n for n in s.part.inputs if n != name}
-        reader.statements([*before, *own], function, {name: rig.module}, given)
+        reader.statements(inlined([*before, *own]), function, {name: rig.module}, given)
         for node in (n for o in own for n in ast.walk(o)):
             test = node if isinstance(node, ast.Compare) else getattr(node, "test", None)
             for n in sorted(loads([test]) & varying if isinstance(test, ast.AST) else ()):
                 return f"its code tests {n!r}, which depends on the size of the batch or the sequence."
+        reader.ran(lambda: _once(rig, s, values))
     except Left as error:
         return str(error)
     return reader.reads, list(reader.numbers)
+
+
+def _once(rig: Rig, s: Solved, values: Any) -> None:
+    """Run the part on random values."""
+    d = draw(values, s.part, s.roles, s.assignment.experts, s.assignment.offset, 51)
+    with torch.no_grad(), quiet(rig.module, rig.module.training):
+        run(rig, s.part, d.values)
 
 
 def _is_array(value: Any) -> bool:

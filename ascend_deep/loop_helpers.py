@@ -12,7 +12,12 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["loop_elsewhere"]
+import torch
+from torch import Tensor
+
+from ascend_deep.loop_runs import Record
+
+__all__ = ["given_ids", "loop_elsewhere"]
 
 # Without any of these in its function, a loop over a list of modules runs all of them one after another: layers.
 _CHOOSING = frozenset(
@@ -42,6 +47,12 @@ def loop_elsewhere(kind: type, lists: set[str]) -> str | None:
             return f"the {'method' if called.is_method else 'function'} {called.function.__name__!r}"
         todo += reader.calls(called, called.tree)
     return None
+
+
+def given_ids(record: Record) -> bool:
+    """Whether forward holds whole numbers, ids say, where a statement that reads experts begins."""
+    values = [v for mark in record.touched for v in record.values.get(mark, {}).values()]
+    return any(isinstance(v, Tensor) and v.dim() > 0 and v.dtype in (torch.int64, torch.int32) for v in values)
 
 
 @dataclass(frozen=True)

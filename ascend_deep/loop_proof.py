@@ -7,6 +7,7 @@ and under autocast; ids that repeat or are no expert's; random numbers drawn; va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from ascend_deep.loop_flow import reads
 from ascend_deep.loop_regions import CLOSE, Draw, Solved, close, draw, reference, run
 from ascend_deep.loop_runs import Record, Rig, quiet
+from ascend_deep.loop_watch import Watch
 
 __all__ = ["Gradients", "dtype_of_result", "prove", "under_autocast", "writes_into_base"]
 
 _MOST_ELEMENTS = 30_000_000  # of parameters whose gradients are compared
 _WEIGHTS = (1e-3, 1e-2, 1e-1, 10.0, 100.0, 1e3, 1e4)
+_FAR = 3e11  # beyond what any code bounds its values by, and squares of it are numbers in f32
 _LOW = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5, torch.float64: CLOSE}
 
 
@@ -66,7 +69,7 @@ def prove(rig: Rig, s: Solved, records: Sequence[Record], training: bool) -> Gra
     if isinstance(read, str):
         return read
     with quiet(rig.module, training):
-        wrong = _weights(rig, s, records, read[1], mode)
+        wrong = _weights(rig, s, records, read[1], mode) or _watched(rig, s, records) or _far(rig, s, records, mode)
     if wrong is not None:
         return wrong
     return gradients if gradients is not None else "it could not be run."
@@ -86,6 +89,46 @@ def _weights(rig: Rig, s: Solved, records: Sequence[Record], numbers: Sequence[f
         wrong = _forward(rig, s, d, mode)
         if wrong is not None:
             return f"{wrong[:-1]} (with weights of about {scale:g})." if "something else" in wrong else wrong
+    return None
+
+
+def _watched(rig: Rig, s: Solved, records: Sequence[Record]) -> str | None:
+    """Look at every op that the part runs, for two numbers of tokens."""
+    watch = Watch(s.member.limit, s.assignment.experts, rig.parameters.values())
+    values = [v for v in (s.part.values(r) for r in records) if v is not None and s.roles.x in v]
+    some = sorted((v for v in values if v[s.roles.x].numel()), key=lambda v: int(v[s.roles.x].numel()))
+    for chosen in (some[len(some) // 2 :][:1] + some[-1:]) if len(some) > 1 else some:
+        for ids in ("distinct", "one"):
+            d = draw(chosen, s.part, s.roles, s.assignment.experts, s.assignment.offset, 71, ids=ids)
+            given = [d.values[n] for n in (s.roles.x, s.roles.base) if n is not None]
+            weights = [d.values[s.roles.weights]] if s.roles.weights is not None else []
+            with torch.no_grad():
+                watch.run(given, weights, functools.partial(run, rig, s.part, d.values))
+            if watch.wrong() is not None:
+                return watch.wrong()
+    return None
+
+
+def _far(rig: Rig, s: Solved, records: Sequence[Record], mode: str) -> str | None:
+    """Tokens of enormous size, and some that hold infinity or NaN: bounds of values and guards against these show."""
+    values = [v for v in (s.part.values(r) for r in records) if v is not None and s.roles.x in v]
+    some = max((v for v in values if v[s.roles.x].numel() <= 100 * v[s.roles.x].shape[-1]), default=None,
+               key=lambda v: int(v[s.roles.x].numel()))  # fmt: skip
+    if some is None:
+        return None
+    experts, offset = s.assignment.experts, s.assignment.offset
+    wrong = _forward(rig, s, draw(some, s.part, s.roles, experts, offset, 72, _FAR), mode)
+    if wrong is not None:
+        return f"{wrong[:-1]} (with tokens of about {_FAR:g})." if "something else" in wrong else wrong
+    d = draw(some, s.part, s.roles, experts, offset, 73)
+    tokens = d.values[s.roles.x].view(-1, d.x.shape[-1])
+    for row in range(0, d.x.shape[0], 2):
+        tokens[row, row % tokens.shape[1]] = d.x[row, row % tokens.shape[1]] = float("inf" if row % 4 else "nan")
+    with torch.no_grad():
+        got, want = run(rig, s.part, d.values).reshape(d.x.shape), reference(rig, s, d)
+    finite = got.isfinite()
+    if not bool(want[finite].isfinite().all()) or not close(got[finite], want[finite]):
+        return f"the loop gives numbers where its experts give infinity or NaN, in {mode}, which the op would not do."
     return None
 
 

@@ -14,24 +14,23 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ascend_deep.loop_bounds import check_bounds, check_tests
 from ascend_deep.loop_checks import INTERNALS
+from ascend_deep.loop_seen import loose_names, seen
+from ascend_deep.loop_world import BY_NAME, LIBRARIES, Left, asks, is_foreign
 
-__all__ = ["Reader", "Reads", "is_simple", "settings"]
+__all__ = ["Left", "Reader", "Reads", "is_simple", "settings"]
 
 _UNTRIED = 5000
-_LIBRARIES = ("torch", "math", "numpy", "builtins", "functools", "itertools", "operator", "typing", "einops")
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, torch.jit.ScriptFunction)
-_BY_NAME = ("getattr", "setattr", "vars", "globals", "locals", "eval", "exec")
-_MODES = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_inference")
-_BOUNDING = ("min", "max", "clamp", "clamp_", "topk", "narrow", "minimum", "maximum")
-_SIZES = ("shape", "size", "numel", "nelement", "ndim")
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,16 @@ class Reads:
 
     Attributes:
         attributes: (path of a module below the one with the loop, name).
-        outside: (globals of a function, name).
+        outside: (globals of a function, name); or (a cell, name), for a variable of an enclosing function.
     """
 
     attributes: tuple[tuple[str, str], ...] = ()
-    outside: tuple[tuple[dict[str, Any], str], ...] = ()
+    outside: tuple[tuple[dict[str, Any] | types.CellType, str], ...] = ()
 
     def merged(self, other: Reads) -> Reads:
         """Both, each entry once."""
         outside = {(id(g), n): (g, n) for g, n in (*self.outside, *other.outside)}
         return Reads(tuple(dict.fromkeys((*self.attributes, *other.attributes))), tuple(outside.values()))
-
-
-class Left(Exception):
-    """Something was read that cannot be watched; the text is the sentence."""
 
 
 def is_simple(value: Any) -> bool:
@@ -72,14 +67,16 @@ def settings(module: nn.Module) -> list[str]:
 
 @functools.lru_cache(maxsize=512)
 def _tree(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
+    """The code of a function; ``None`` if it is not available, or several lambdas of its line could be it."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, TypeError, SyntaxError):
         return None
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-            return node
-    return None
+    kind = ast.Lambda if function.__code__.co_name == "<lambda>" else ast.FunctionDef
+    found = [n for n in ast.walk(tree) if isinstance(n, kind)]
+    if kind is ast.FunctionDef:
+        return next((n for n in found if getattr(n, "name", "") == function.__code__.co_name), None)
+    return found[0] if len(found) == 1 else None
 
 
 class Reader:
@@ -93,7 +90,7 @@ class Reader:
         self.module, self.sides = module, sides
         self.paths = {id(m): n for n, m in module.named_modules(remove_duplicate=True)}
         self.attributes: dict[tuple[str, str], None] = {}
-        self.outside: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.outside: dict[tuple[int, str], tuple[dict[str, Any] | types.CellType, str]] = {}
         self.numbers: dict[float, None] = {}
         self._seen: set[tuple[int, int]] = set()
 
@@ -104,8 +101,16 @@ class Reader:
 
     # -- functions and modules ----------------------------------------------------------------------------------------
     def called(self, function: Any, owner: Any = None) -> None:
-        """Read a function that is called; ``owner``: what its first argument is."""
-        function = inspect.unwrap(function) if callable(function) else function
+        """Read a function that is called, and what it wraps; ``owner``: what its first argument is."""
+        inner = getattr(function, "__wrapped__", None) if callable(function) else None
+        if inner is not None:
+            self.called(inner, owner)
+        held = getattr(function, "__self__", None)
+        if isinstance(function, types.MethodType) and not isinstance(held, type):
+            if not isinstance(held, nn.Module):
+                raise Left(f"it calls {function.__name__!r} of a {type(held).__name__}, which may change.")
+            self._path(held)
+            owner = held
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or _in_library(function):
             return
@@ -119,6 +124,8 @@ class Reader:
         arguments = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args)]
         bound = {arguments[0]: owner} if owner is not None and arguments else {}
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not (is_simple(value) or isinstance(value, _CALLABLE)):
+                raise Left(f"{function.__name__!r} has a {type(value).__name__} as a default, which may change.")
             self._number(value, function.__name__)
         body = tree.body if isinstance(tree.body, list) else [tree.body]
         given = {a.arg for a in ast.walk(tree.args) if isinstance(a, ast.arg)}
@@ -141,6 +148,18 @@ class Reader:
             elif not isinstance(part, (nn.ModuleList, nn.ModuleDict)) or "forward" in vars(type(part)):
                 self.called(type(part).forward, part)
 
+    def ran(self, call: Callable[[], Any]) -> None:
+        """Run the code too, and see what it reads of the module and all in it."""
+        names, touched = seen(self.module, call)
+        for name in sorted(touched):
+            raise Left(f"the code around its experts reads the buffer {name!r}, which the op would not read.")
+        for path, name in sorted(names):
+            part = self.module.get_submodule(path)
+            if (path, name) not in self.attributes and not any(
+                p == path and n.startswith(f"{name}.") for p, n in self.attributes
+            ):
+                self._attribute(part, [name], type(part).__name__, ast.Name(name), {})
+
     # -- statements ---------------------------------------------------------------------------------------------------
     def statements(
         self, nodes: Sequence[ast.AST], function: types.FunctionType, bound: Mapping[str, Any], given: set[str]
@@ -159,8 +178,31 @@ class Reader:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Constant):
                     self._number(node.value, "its code")
-        _tests(nodes, given)
-        _bounds(nodes, fixed)
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    raise Left(f"its code runs {ast.unparse(node)!r}, which may bring anything; import it at the top.")
+                if isinstance(node, ast.Attribute):
+                    self._loose(node, bound, local)
+        check_tests(nodes, given)
+        check_bounds(nodes, fixed)
+
+    def _loose(self, node: ast.Attribute, bound: Mapping[str, Any], local: set[str]) -> None:
+        """An attribute of something: of a module too, if what it is of is not known and a module has one."""
+        wrong = asks([node.attr])
+        if wrong is not None:
+            raise Left(wrong)
+        inner = node.value
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super":
+            for kind in (type(owner) for owner in bound.values() if isinstance(owner, nn.Module)):
+                for base in kind.__mro__[1:]:
+                    if not base.__module__.startswith("torch.") and node.attr in vars(base):
+                        self.called(vars(base)[node.attr], next(o for o in bound.values() if type(o) is kind))
+            return
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id not in local:
+            return
+        for part, name in loose_names(self.module, [node.attr]):
+            self._attribute(part, [name], type(part).__name__, node, {})
 
     def _chain(
         self, node: ast.expr, function: types.FunctionType, bound: Mapping[str, Any], local: set[str],
@@ -180,21 +222,28 @@ class Reader:
         elif root in free:
             value = free[root].cell_contents
             if root != "__class__":
-                self._outside(value, names, root, None)
+                self._outside(value, names, root, free[root])
         elif root in function.__globals__:
             value = self._outside(function.__globals__[root], names, root, function.__globals__)
             if is_simple(value):
                 fixed[id(node)] = value
-        elif root in _BY_NAME and hasattr(builtins, root):
+        elif root in BY_NAME and hasattr(builtins, root):
             raise Left(f"the code around its experts calls {root}(), which may read anything.")
 
-    def _outside(self, value: Any, names: Sequence[str], root: str, scope: dict[str, Any] | None) -> Any:
+    def _outside(self, value: Any, names: Sequence[str], root: str, scope: dict[str, Any] | types.CellType) -> Any:
         """A global or a variable of an enclosing function."""
+        wrong = asks([*names, getattr(value, "__name__", "")])
+        if wrong is not None:
+            raise Left(wrong)
         if isinstance(value, types.ModuleType):
-            library = value.__name__.split(".")[0] in _LIBRARIES
+            library = value.__name__.split(".")[0] in LIBRARIES
             for name in names:
                 value = getattr(value, name, None)
                 if library and not isinstance(value, types.ModuleType):
+                    if is_foreign(value, names):
+                        raise Left(
+                            f"its code uses {'.'.join((root, *names))!r}, which depends on more than its arguments."
+                        )
                     return None
             if not isinstance(value, (types.ModuleType, *_CALLABLE)):
                 raise Left(f"its code reads {'.'.join((root, *names))!r}, a global that may change.")
@@ -208,15 +257,16 @@ class Reader:
             self.whole(value)
             return None
         if isinstance(value, _CALLABLE) or _in_library(value):
+            if is_foreign(value, names):
+                raise Left(f"its code uses {'.'.join((root, *names))!r}, which depends on more than its arguments.")
+            if not names and not _in_library(value):
+                self.outside[id(scope), root] = (scope, root)  # another function may take its place
             self.called(value)
             return None
-        if is_simple(value) and scope is not None:
+        if is_simple(value):
             self._number(value, root)
             self.outside[id(scope), root] = (scope, root)
             return value
-        if is_simple(value):
-            self._number(value, root)
-            return None
         raise Left(f"its code reads the global {root!r}, a {type(value).__name__} that may change.")
 
     def _attribute(self, owner: Any, names: Sequence[str], root: str, node: ast.expr, fixed: dict[int, Any]) -> None:
@@ -241,7 +291,11 @@ class Reader:
                     self.whole(child)
                 owner = child
                 continue
-            held = vars(owner)[name] if name in vars(owner) else inspect.getattr_static(type(owner), name, None)
+            held = vars(owner).get(name, inspect.getattr_static(type(owner), name, _MISSING))
+            if held is _MISSING:
+                raise Left(f"its code reads {text!r}, which its module does not have, and may have later.")
+            if name not in vars(nn.Module):
+                self.attributes[self._path(owner), name] = None  # another method may take its place
             if isinstance(held, property):
                 self.called(held.fget, owner)
                 return
@@ -307,7 +361,9 @@ def config_key(held: Any, name: str) -> str | None:
 
 
 def _in_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").split(".")[0] in _LIBRARIES
+    """By where a function was written: wrapping changes its ``__module__``."""
+    home = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else None
+    return (home or getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
 
 
 def _chains(statement: ast.AST) -> Iterator[ast.expr]:
@@ -323,128 +379,3 @@ def _chains(statement: ast.AST) -> Iterator[ast.expr]:
                 yield node  # type: ignore[misc]
             continue
         todo += list(ast.iter_child_nodes(node))
-
-
-# -- tests and bounds -------------------------------------------------------------------------------------------------
-def _tests(nodes: Sequence[ast.AST], given: set[str]) -> None:
-    """Decisions by dtype, by mode, or by a size of what was given."""
-    sized: set[str] = set()
-    grown = True
-    while grown:
-        before = len(sized)
-        for node in (n for s in nodes for n in ast.walk(s)):
-            value: Any = None
-            targets: list[ast.AST] = []
-            if isinstance(node, ast.Assign):
-                value, targets = node.value, list(node.targets)
-            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-                value, targets = node.value, [node.target]
-            if value is None or not _has_size(value, given, sized):
-                continue
-            if isinstance(value, ast.Call) and not _is_size(value, given, sized):
-                continue  # zeros(batch, ..): a tensor of that size
-            sized |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-        grown = len(sized) > before
-    converted = {
-        id(n) for s in nodes for i in ast.walk(s) if isinstance(i, ast.If) and _only_converts(i)
-        for n in (i, *ast.walk(i.test))
-    }  # fmt: skip
-    for node in (n for s in nodes for n in ast.walk(s)):
-        if isinstance(node, ast.Attribute) and node.attr in _MODES:
-            raise Left(f"its code asks {node.attr}(), so what it computes depends on a mode.")
-        tests: list[ast.AST] = [node] if isinstance(node, ast.Compare) else []
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            tests.append(node.test)
-        for test in tests:
-            asked = (n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute))
-            if id(node) not in converted and any(n in ("dtype", "is_floating_point") for n in asked):
-                raise Left("its code tests a dtype.")
-            if any(_has_size(part, given, sized) for part in _operands(test)):
-                raise Left("its code tests how many tokens there are (a size of a batch or a sequence).")
-
-
-def _only_converts(node: ast.If) -> bool:
-    """``if x.dtype != w.dtype: x = x.to(w.dtype)``: the same in every dtype of which all things are."""
-    return not node.orelse and all(
-        isinstance(s, ast.Assign) and isinstance(s.value, ast.Call) and isinstance(s.value.func, ast.Attribute)
-        and s.value.func.attr in ("to", "type_as") and isinstance(s.value.func.value, ast.Name)
-        and [ast.unparse(t) for t in s.targets] == [s.value.func.value.id]
-        for s in node.body
-    )  # fmt: skip
-
-
-def _operands(test: ast.AST) -> Iterator[ast.AST]:
-    """The compared values, without comparisons with zero."""
-    if isinstance(test, ast.Compare):
-        if not any(isinstance(c, ast.Constant) and c.value == 0 and c.value is not False for c in test.comparators):
-            yield from (test.left, *test.comparators)
-    elif isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from _operands(value)
-    elif isinstance(test, ast.UnaryOp):
-        yield from _operands(test.operand)
-
-
-def _is_size(node: ast.AST, given: set[str], sized: set[str]) -> bool:
-    """``x.shape``, ``x.size(0)``, ``len(x)`` of something given, or a number made of it."""
-    if isinstance(node, ast.Name):
-        return node.id in sized
-    if isinstance(node, ast.Attribute):
-        return node.attr in _SIZES and isinstance(node.value, ast.Name) and node.value.id in given
-    if isinstance(node, ast.Subscript):
-        return _is_size(node.value, given, sized)
-    if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Name) and node.func.id in ("len", "int", "min", "max", "float", "bool"):
-            return any(_is_size(a, given, sized) or (isinstance(a, ast.Name) and node.func.id == "len"
-                       and a.id in given) for a in node.args)  # fmt: skip
-        return _is_size(node.func, given, sized)
-    return False
-
-
-def _has_size(node: ast.AST, given: set[str], sized: set[str]) -> bool:
-    return any(_is_size(n, given, sized) for n in ast.walk(node))
-
-
-def _bounds(nodes: Sequence[ast.AST], known: Mapping[int, Any]) -> None:
-    """Whole numbers that are computed from fixed ones, and then limit something: no run shows what they do."""
-    fixed: set[str] = set()
-    computed: set[str] = set()
-
-    def is_fixed(node: ast.AST) -> bool:
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, (int, float))
-        if isinstance(node, ast.Name) and node.id in fixed:
-            return True
-        if isinstance(node, ast.BinOp):
-            return is_fixed(node.left) and is_fixed(node.right)
-        if isinstance(node, ast.UnaryOp):
-            return is_fixed(node.operand)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("int", "min", "max"):
-            return all(is_fixed(a) for a in node.args)
-        return id(node) in known
-
-    def is_computed(node: ast.AST) -> bool:
-        return any(
-            (isinstance(n, ast.Name) and n.id in computed)
-            or (isinstance(n, ast.BinOp) and is_fixed(n)
-                and isinstance(n.op, (ast.LShift, ast.Pow, ast.Mult, ast.FloorDiv)))
-            for n in ast.walk(node)
-        )  # fmt: skip
-
-    grown = True
-    while grown:
-        before = len(fixed) + len(computed)
-        for node in (n for s in nodes for n in ast.walk(s)):
-            if isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) for t in node.targets):
-                names = {t.id for t in node.targets if isinstance(t, ast.Name)}
-                if is_fixed(node.value):
-                    fixed |= names
-                    computed |= names if is_computed(node.value) else set()
-        grown = len(fixed) + len(computed) > before
-    for node in (n for s in nodes for n in ast.walk(s)):
-        inside: list[ast.AST] = [node] if isinstance(node, (ast.Slice, ast.Compare)) else []
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            inside += [*node.args, *(k.value for k in node.keywords)] if name in _BOUNDING else []
-        if any(is_computed(n) for n in inside):
-            raise Left("its code computes a bound from fixed numbers, which cannot be tried.")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Block", "Source", "read"]
+__all__ = ["Block", "Source", "inlined", "read"]
 
 _MARK = "__ascend_deep_mark__"
 _TEMPORARY = "_ascend_deep_t"
@@ -275,6 +275,36 @@ def _as_written(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         written, size = getattr(group[0], "written", (group[0], -1))
         found += [written] if len(group) == size else group
     return found
+
+
+class _Inline(ast.NodeTransformer):
+    """Puts the values of intermediate names where these are read.
+
+    Args:
+        read: names that are read; what is read elsewhere only stays an assignment.
+    """
+
+    def __init__(self, read: set[str]) -> None:
+        self._read = read
+        self._values: dict[str, ast.expr] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign | None:
+        self.generic_visit(node)
+        target = node.targets[0]
+        if not isinstance(target, ast.Name) or not target.id.startswith(_TEMPORARY) or target.id not in self._read:
+            return node
+        self._values[target.id] = node.value
+        return None
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._values.get(node.id, node)
+
+
+def inlined(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Copies of statements without the intermediate names that taking expressions apart made, to be read."""
+    inline = _Inline(loads(statements))
+    found = [inline.visit(copy.deepcopy(s)) for s in statements]
+    return [s for s in found if s is not None]
 
 
 def _atom(node: ast.expr, before: list[ast.stmt], numbers: Any) -> ast.expr:

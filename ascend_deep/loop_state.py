@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import types
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ class Experts:
         modes: values of ``training`` for which it is.
         autocast: whether it is under autocast too.
         loop: what was found, kept for those who ask.
-        outside: globals that must not change, as (globals of a function, name).
+        outside: globals that must not change, as ``loop_reads.Reads`` has them.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Experts:
         modes: tuple[bool, ...],
         autocast: bool,
         loop: Any,
-        outside: tuple[tuple[dict[str, Any], str], ...] = (),
+        outside: tuple[tuple[dict[str, Any] | types.CellType, str], ...] = (),
     ) -> None:
         self.path, self.stacks, self.constants, self.calls = path, tuple(stacks), constants, calls
         self.watched, self.links = watched, links
@@ -257,27 +258,31 @@ class Experts:
         return wrong
 
     def _note_structure(self) -> None:
-        found: list[tuple[dict[str, Any], str]] = list(self.outside)
-        inherited: list[tuple[nn.Module, str]] = []
+        found: list[tuple[dict[str, Any], str]] = [(o, n) for o, n in self.outside if isinstance(o, dict)]
+        inherited: dict[tuple[type, str], None] = {}
         for module, name in self.links:
             if "." in name:  # a number of a config
                 found.append((vars(getattr(module, name.partition(".")[0])), name.partition(".")[2]))
                 continue
             found.append((module._modules if name in module._modules else vars(module), name))
             if name not in module._modules and name not in vars(module):
-                inherited.append((module, name))
-        self._inherited = (
-            [m for m, _ in inherited], [n for _, n in inherited], [getattr(m, n, None) for m, n in inherited],
-        )  # fmt: skip
+                inherited[type(module), name] = None
         for module in self.watched:
             self._hooks += [getattr(module, name) for name in _HOOKS]
             found += [(module._modules, name) for name in module._modules]
             own = vars(module)
             found.append((own, "forward"))  # nothing, unless somebody puts another one on the instance
+            inherited[type(module), "forward"] = None
             if not type(module).__module__.startswith("torch.nn"):
                 found += [(own, n) for n in own if n not in INTERNALS and n not in _OURS]
             else:
                 found += [(own, n) for n in settings(module)]
+        # Looked at on the classes: on an instance a property would run.
+        read: list[tuple[Any, str]] = list(inherited)
+        cells = [(o, n) for o, n in self.outside if not isinstance(o, dict)]
+        read += [(cell, "cell_contents") for cell, _ in cells]
+        self._cells = [name for _, name in cells]
+        self._inherited = ([k for k, _ in read], [n for _, n in read], [getattr(k, n, None) for k, n in read])
         self._classes = (list(self.watched), [type(m) for m in self.watched])
         self._identities = ([held for held, _ in found], [n for _, n in found], [held.get(n) for held, n in found])
 
@@ -300,7 +305,11 @@ class Experts:
             return f"{name!r} of one of its experts was replaced after prepare."
         heirs, names, values = self._inherited
         if [getattr(m, n, None) for m, n in zip(heirs, names, strict=True)] != values:
-            return "an attribute of a class that its loop reads was changed after prepare."
+            index = next(i for i, k in enumerate(heirs) if getattr(k, names[i], None) != values[i])
+            variables = index - len(names) + len(self._cells)
+            if variables >= 0:
+                return f"the variable {self._cells[variables]!r} of a function, which its loop reads, was changed."
+            return f"{names[index]!r} of a class, which its loop reads, was changed after prepare."
         if any(self._hooks):
             return "a hook was attached to one of its experts after prepare."
         return None
@@ -338,6 +347,8 @@ class Experts:
             return f"its loop was not compared with moe_experts in {first.dtype}."
         if len({id(p) for p in every}) != len(every):
             return "two of its experts share a parameter."
+        if first.device.type != "meta" and len({p.data_ptr() for p in every if p.numel()}) != len(every):
+            return "two of its experts' parameters share their memory."
         _LIVE.pop(self._place, None)
         for index, name in enumerate(("w13", "b13", "w2", "b2")):
             stack = self.stacks[index]

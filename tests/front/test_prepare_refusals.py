@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "computed capacity": (Bits, "computes a bound from fixed numbers"),
     "dtype": (ByDtype, "tests a dtype"),
     "gradients": (ByMode, "when gradients are enabled"),
-    "batch": (ByBatch, "tests 'batch', which depends on the size of the batch"),
+    "batch": (ByBatch, "tests how many tokens there are"),
 }
 
 
