@@ -43,7 +43,7 @@ def check_tests(nodes: Sequence[ast.AST], given: set[str]) -> None:
         id(n) for s in nodes for i in ast.walk(s) if isinstance(i, ast.If) and _only_converts(i)
         for n in (i, *ast.walk(i.test))
     }  # fmt: skip
-    counts = Counts(nodes)
+    counts = Counts(nodes, given)
     for node in (n for s in nodes for n in ast.walk(s)):
         if counts.looks_up(node) or counts.steps(node) or counts.cuts(node):
             raise Left("its code computes a factor or a decision from how many tokens there are.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = ["Counts"]
 
@@ -19,9 +19,13 @@ class Counts:
     """Knows which expressions in statements are a number of rows: ``x.shape[0]``, ``len(token)``, ``token.numel()``.
 
     Sizes of the last dimension are numbers of features, and no such thing.
+
+    Args:
+        given: parameters, which may be such a number: what is done to numbers only, not to tensors, is looked at.
     """
 
-    def __init__(self, nodes: Sequence[ast.AST]) -> None:
+    def __init__(self, nodes: Sequence[ast.AST], given: Collection[str] = ()) -> None:
+        self._given = frozenset(given)
         self._names: set[str] = set()
         self._shapes: set[str] = set()
         self._pieces: set[str] = set()
@@ -53,14 +57,14 @@ class Counts:
             return node.attr == "shape"
         return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "size" and not node.args
 
-    def is_count(self, node: ast.AST) -> bool:
-        """Whether an expression is a number of rows, or is computed from one."""
+    def is_count(self, node: ast.AST, given: bool = False) -> bool:
+        """Whether an expression is a number of rows, or is computed from one; ``given``: or may be one."""
         if isinstance(node, ast.Name):
-            return node.id in self._names
+            return node.id in self._names or (given and node.id in self._given)
         if isinstance(node, ast.BinOp):
-            return self.is_count(node.left) or self.is_count(node.right)
+            return self.is_count(node.left, given) or self.is_count(node.right, given)
         if isinstance(node, ast.UnaryOp):
-            return self.is_count(node.operand)
+            return self.is_count(node.operand, given)
         if isinstance(node, ast.Subscript):
             return self._is_shape(node.value) and not _is_last(node.slice)
         if not isinstance(node, ast.Call):
@@ -71,7 +75,7 @@ class Counts:
         name = getattr(node.func, "id", "")
         if name == "len" and node.args:
             return isinstance(node.args[0], ast.Name) and node.args[0].id not in self._shapes
-        return name in _SAME and any(self.is_count(a) for a in node.args)
+        return name in _SAME and any(self.is_count(a, given) for a in node.args)
 
     def looks_up(self, node: ast.AST) -> bool:
         """Whether a table is asked for a number of rows."""
@@ -87,27 +91,28 @@ class Counts:
         """Whether something grows with a number of rows in steps, or from some point on, that no trial need reach."""
         if isinstance(node, ast.Call):
             return self._rounds(node)
-        if not isinstance(node, ast.BinOp) or not self.is_count(node.left):
+        if not isinstance(node, ast.BinOp) or not self.is_count(node.left, given=True):
             return False
-        if isinstance(node.op, (ast.RShift, ast.BitAnd, ast.Pow)):
+        if isinstance(node.op, ast.RShift) or self._is_power(node):
             return True
         if not isinstance(node.op, ast.FloorDiv):
             return False
         again = any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv) for n in ast.walk(node.left))
         return again or isinstance(node.right, ast.BinOp) or _is_number(node.right, _MANY)
 
+    def _is_power(self, node: ast.BinOp) -> bool:
+        return isinstance(node.op, (ast.BitAnd, ast.Pow)) and self.is_count(node.left)
+
     def _rounds(self, call: ast.Call) -> bool:
         """``int(0.9 * n)``, ``math.ceil(n)``, ``len(str(n))``, ``max(1, n - 100)``."""
-        if not any(self.is_count(a) for a in call.args):
+        if not any(self.is_count(a, given=True) for a in call.args):
             return False
         inside = [n for a in call.args for n in ast.walk(a)]
         name = getattr(call.func, "id", "")
         if isinstance(call.func, ast.Attribute):
-            return (
-                isinstance(call.func.value, ast.Name)
-                and call.func.value.id in ("math", "np", "numpy", "torch")
-                and (call.func.attr in _ROUNDED)
-            )
+            home = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+            known = home == "math" or (home in ("np", "numpy", "torch") and any(self.is_count(a) for a in call.args))
+            return known and call.func.attr in _ROUNDED
         if name in ("min", "max"):
             return any(_is_number(n, 1) for n in inside)
         if name in ("int", "round"):
