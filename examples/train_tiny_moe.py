@@ -59,8 +59,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--picture", default="loss_curves.png", metavar="FILE", help="default: %(default)s")
     args = parser.parse_args(argv)
-    if not Path(args.picture).absolute().parent.is_dir():
-        parser.error(f"argument --picture: the folder of {args.picture} does not exist")
+    try:
+        Path(args.picture).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --picture: the folder of {args.picture} cannot be made: {error.strerror}")
     return args
 
 
@@ -155,7 +157,6 @@ def draw(ours: list[float], eager: list[float], path: str) -> None:
     bottom.set_xlabel("step")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 

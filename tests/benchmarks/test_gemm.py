@@ -65,5 +65,7 @@ def test_weights_are_other_copies_in_every_turn_unless_warm(capsys: pytest.Captu
 
 
 def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gemm.main(["--tokens", "0"]) == 2
-    assert capsys.readouterr().err == "gemm: --tokens and --repeats must be at least 1.\n"
+    with pytest.raises(SystemExit) as stopped:
+        gemm.main(["--tokens", "0"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith("argument --tokens: 0 is given; it must be at least 1\n")
