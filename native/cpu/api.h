@@ -69,6 +69,7 @@ struct Experts {
   BiasView b13, b2;
   Activation act;
   bool gated, interleaved, weight_on_input;
+  bool words;  // panels hold pairs of bfloat16; no expert has plain rows next to them
   int64_t active;
   const ActiveExpert* experts;
   const int32_t* token;  // row -> token
@@ -111,6 +112,7 @@ struct Swiglu {
 struct Kernels {
   const char* name;
   int64_t lanes;       // float lanes of a vector
+  bool dots;           // bfloat16 panels are multiplied as pairs, if weights have stride 1 along k and even sizes
   // Rows that do not fill a vector go to the dot kernels, if there are at most left_over[v] of them next to v full
   // vectors (v >= 2: left_over[2]); more are padded to a panel, which is faster then.
   int64_t left_over[3];
@@ -128,8 +130,8 @@ extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-// The name of a table like kAvx512, for CPUs whose bfloat16 dot products are worth using. MoE kernels are the same.
-constexpr char kAvx512Bf16[] = "avx512_bf16";
+// For CPUs whose bfloat16 dot products are worth using.
+extern const Kernels kAvx512Bf16;
 #endif
 
 // The instruction set in use: the best one the CPU has, or what ASCEND_DEEP_CPU_ISA names.

@@ -1,7 +1,7 @@
 // A block of weight rows with stride 1 along k, and its product with the tokens of an expert.
 #pragma once
 
-#include "gemm.h"
+#include "dots.h"
 
 namespace {
 
@@ -55,7 +55,8 @@ struct Tokens {
   int64_t from, to, all;
   const float* panels;  // of row `from`; a panel that starts at row r is at (r - from) * depth
   const float* rows;    // [plain][depth]
-  int64_t plain;
+  int64_t plain;        // 0 next to panels of words
+  bool words;           // panels hold pairs of bfloat16, as dots.h has them
 };
 
 // Turns bfloat16 rows into float32 rows in `stage`, [height][depth].
@@ -90,7 +91,7 @@ int64_t tile_height(const Block<W>& b, int64_t t, bool tall) {
 
 // The tile behind the one that ends before row t, or the first one of `next`: what to prefetch.
 template <typename W>
-Ahead ahead_of(const Block<W>& b, const Block<W>* next, int64_t t, bool tall) {
+Ahead ahead_of(const Block<W>& b, const Block<W>* next, int64_t t, bool tall, int64_t every) {
   if (t < b.count && t % kHiddenBlock >= b.valid) t = round_up(t, kHiddenBlock);
   const Block<W>* block = t < b.count ? &b : next;
   Ahead ahead;
@@ -98,7 +99,7 @@ Ahead ahead_of(const Block<W>& b, const Block<W>* next, int64_t t, bool tall) {
     const int64_t row = block == &b ? t : 0;
     ahead.base = reinterpret_cast<const char*>(block->row[row]);
     ahead.step = block->step;
-    ahead.every = 64 / sizeof(W);
+    ahead.every = every;
     ahead.last = tile_height(*block, row, tall);
   }
   return ahead;
@@ -128,18 +129,26 @@ void block_product(const Block<W>& b, const Block<W>* next, const Tokens& x, int
     height = tile_height(b, t, tall);
     if (t % kHiddenBlock >= b.valid) continue;
     const W* const* rows = b.row + t;
-    Spread spread(ahead_of(b, next, t + height, tall), ldc ? ldc : 2 * x.plain);
+    const bool words = x.words && ldc;
+    Spread spread(ahead_of(b, next, t + height, tall, words ? 16 : 64 / sizeof(W)), ldc ? ldc : 2 * x.plain);
     const float* r[kTall];
     if constexpr (sizeof(W) == 4) {
       std::memcpy(r, rows, height * sizeof(r[0]));
     } else {
-      if (ldc) stage_rows(rows, height, depth, stage);
+      if (ldc && !words) stage_rows(rows, height, depth, stage);
       for (int64_t j = 0; j < height; ++j) r[j] = stage + j * depth;
     }
     for (int64_t m = x.from; m < x.to;) {
       const int64_t width = panel_width(x.all - m);
       const float* panel = x.panels + (m - x.from) * depth;
       const Ahead& ahead = spread.take(width);
+      if constexpr (kHasWordDots && sizeof(W) == 2) {
+        if (words) {
+          dots(rows, height, panel, width / kLanes, depth / 2, ahead, c + t * ldc + (m - x.from), ldc);
+          m += width;
+          continue;
+        }
+      }
       if (width == kPairRows) pairs(r, panel, depth, ahead, c + t * ldc, ldc);
       else outer<1>(r, height, panel, width / kLanes, depth, false, ahead, c + t * ldc + (m - x.from), ldc);
       m += width;

@@ -54,6 +54,7 @@ _X86 = {
     "gemm_avx512_bf16.cpp": [*_AVX512, "-mf16c", "-mavx512bf16", "-mavx512vbmi"],
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
+    "isa_avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
     "mqa_avx2.cpp": ["-mavx2", "-mfma"],
     "mqa_avx512.cpp": _AVX512,
 }

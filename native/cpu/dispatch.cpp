@@ -1,8 +1,8 @@
 // Chooses the instruction set once per process. ASCEND_DEEP_CPU_ISA asks for a lower one than the CPU has.
 //
-// AVX-512's bfloat16 dot product is used on AMD's CPUs only, and for FP8 and FP4: on Sapphire and Emerald Rapids
-// vdpbf16ps runs at a quarter of the rate of a float32 multiply-add (1.35 against 5.5 per ns measured), so it does half
-// the work in the same time. bfloat16 weights are converted in registers, which costs nothing where memory is the limit.
+// AVX-512's bfloat16 dot product is used on AMD's CPUs only: on Sapphire and Emerald Rapids vdpbf16ps runs at a quarter of
+// the rate of a float32 multiply-add (1.35 against 5.5 per ns measured), so it does half the work in the same time. With
+// few tokens bfloat16 weights are converted in registers, which costs nothing where memory is the limit.
 #include <cstdlib>
 #include <cstring>
 
@@ -34,11 +34,6 @@ const Kernels*& current() {
   return k;
 }
 
-Kernels named(Kernels k, const char* name) {
-  k.name = name;
-  return k;
-}
-
 }  // namespace
 
 int available(const Kernels** out) {
@@ -50,8 +45,7 @@ int available(const Kernels** out) {
       __builtin_cpu_supports("avx512vl")) {
     out[n++] = &kAvx512;
     if (__builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-      static const Kernels dots = named(kAvx512, kAvx512Bf16);
-      out[n++] = &dots;
+      out[n++] = &kAvx512Bf16;
     }
   }
 #endif

@@ -41,18 +41,20 @@ struct Layout {
 
 // ---- packing -------------------------------------------------------------------------------------------------------
 
+// `depth`: of the panel, in elements of T. With bfloat16 tokens and T = float, elements are pairs.
 template <typename T>
-void pack_panel(const Experts& a, const ActiveExpert& e, int64_t from, int64_t vectors, float* panel) {
-  const T* x = static_cast<const T*>(a.x);
+void pack_panel(const Experts& a, const ActiveExpert& e, int64_t from, int64_t vectors, int64_t depth, float* panel) {
+  const char* x = static_cast<const char*>(a.x);
   const int64_t width = vectors * kLanes;
+  const int64_t stride = a.x_stride * (a.dtype == ascend_deep_cpu::kBF16 ? 2 : 4);
   for (int64_t v = 0; v < vectors; ++v) {
     const T* src[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
       const int64_t r = from + v * kLanes + i;
-      src[i] = r < e.rows ? x + a.token[e.first + r] * a.x_stride : nullptr;
+      src[i] = r < e.rows ? reinterpret_cast<const T*>(x + a.token[e.first + r] * stride) : nullptr;
     }
-    for (int64_t k = 0; k < a.hidden_size; k += kLanes) {
-      const int64_t n = min64(kLanes, a.hidden_size - k);
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      const int64_t n = min64(kLanes, depth - k);
       Vec t[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) t[i] = src[i] ? load_n(src[i] + k, n) : Vec{};
       transpose(t);
@@ -136,7 +138,7 @@ inline void up_epilogue_pairs(const Experts& a, const ActiveExpert& e, int64_t i
   }
 }
 
-// c[row][token] of units [i0, i0 + n) -> hidden panels [i][token].
+// c[row][token] of units [i0, i0 + n) -> hidden panels [i][token], or of words, [i / 2][token]; i0 and n are even then.
 inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t i0, int64_t n, const Tokens& x,
                                const float* c, Order order) {
   if (e.panel_rows == kPairRows) return up_epilogue_pairs(a, e, i0, n, c, order);
@@ -148,7 +150,13 @@ inline void up_epilogue_panels(const Experts& a, const ActiveExpert& e, int64_t 
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t r = m + v * kLanes;
       const Vec s = a.weight_on_input ? load_n(a.scale + e.first + r, e.rows - r) : splat(1.0f);
-      for (int64_t j = 0; j < n; ++j) {
+      for (int64_t j = 0; x.words && j < n; j += 2) {
+        const float* p = c + j * order.step * ldc + (r - x.from);
+        const Vec even = activated(a, p, order.up * ldc, s, bias.gate[j], bias.up[j]);
+        const Vec odd = activated(a, p + order.step * ldc, order.up * ldc, s, bias.gate[j + 1], bias.up[j + 1]);
+        store(panel + (i0 + j) / 2 * width + v * kLanes, words_of(even, odd));
+      }
+      for (int64_t j = 0; !x.words && j < n; ++j) {
         const float* p = c + j * order.step * ldc + (r - x.from);
         store(panel + (i0 + j) * width + v * kLanes,
               activated(a, p, order.up * ldc, s, bias.gate[j], bias.up[j]));
@@ -251,14 +259,15 @@ void up(const Experts& a, int64_t begin, int64_t end, void* scratch) {
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
     if (plain) pack_rows<W>(a, e, e.panel_rows, plain, s + at.rows);
     if (plain && columns) up_axpy<W>(a, e, b0, b1, s + at.rows, s + at.row_c);
-    Tokens x{0, 0, e.panel_rows, s + at.panels, s + at.rows, columns ? 0 : plain};
+    Tokens x{0, 0, e.panel_rows, s + at.panels, s + at.rows, columns ? 0 : plain, a.words};
     while (x.from < e.panel_rows || x.plain) {
       x.to = panels_end(e, x.from, at.panel_cap);
       for (int64_t m = x.from; m < x.to;) {
         const int64_t width = panel_width(e.panel_rows - m);
         float* panel = s + at.panels + (m - x.from) * depth;
         if (width == kPairRows) pack_pairs<W>(a, e, panel);
-        else pack_panel<W>(a, e, m, width / kLanes, panel);
+        else if (a.words) pack_panel<float>(a, e, m, width / kLanes, depth / 2, panel);
+        else pack_panel<W>(a, e, m, width / kLanes, depth, panel);
         m += width;
       }
       const ActiveExpert* follows = x.to >= e.panel_rows ? after : nullptr;
@@ -371,7 +380,7 @@ void down(const Experts& a, int64_t begin, int64_t end, void* scratch) {
     const float* rows = hidden + e.panel_rows * depth;
     const int64_t plain = max64(e.rows - e.panel_rows, 0);
     if (plain && columns) down_axpy<W>(a, e, begin, end, rows, s + at.row_c);
-    Tokens x{0, 0, e.panel_rows, hidden, rows, columns ? 0 : plain};
+    Tokens x{0, 0, e.panel_rows, hidden, rows, columns ? 0 : plain, a.words};
     while (x.from < e.panel_rows || x.plain) {
       x.to = panels_end(e, x.from, at.panel_cap);
       x.panels = hidden + x.from * depth;

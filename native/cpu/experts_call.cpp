@@ -55,9 +55,9 @@ uint64_t local_at(const void* p, int64_t i, bool wide, int64_t offset) {
 }
 
 // Counting sort by expert; stable, so rows of an expert are in order of (token, k).
-// `pairs`: panels of pair_rows are possible.
+// `pairs`: panels of pair_rows are possible. `words`: panels hold pairs of bfloat16.
 void sort_rows(Rows& r, const Routing& from, int64_t expert_offset, int64_t experts, bool columns, bool pairs,
-               const Kernels& isa) {
+               bool words, const Kernels& isa) {
   std::vector<int64_t>& start = r.start;
   start.assign(experts + 1, 0);
   for (int64_t t = 0; t < from.tokens; ++t) {
@@ -73,8 +73,8 @@ void sort_rows(Rows& r, const Routing& from, int64_t expert_offset, int64_t expe
     start[e + 1] += start[e];
     if (!rows) continue;
     const int64_t rest = rows % isa.lanes, full = rows / isa.lanes;
-    // Weights with stride 1 along n have no product for plain rows next to panels.
-    const int64_t most = columns && full ? 0 : isa.left_over[std::min<int64_t>(full, 2)];
+    // Weights with stride 1 along n, and panels of words, have no product for plain rows next to panels.
+    const int64_t most = (columns || words) && full ? 0 : isa.left_over[std::min<int64_t>(full, 2)];
     int64_t panels = rest > most ? rows + isa.lanes - rest : rows - rest;
     // A vector and a half, with up to a quarter of a vector of plain rows, is faster than two vectors.
     if (pairs && full == 1 && 4 * rest >= isa.lanes && 4 * rest <= 3 * isa.lanes) panels = pair_rows(isa.lanes);
@@ -209,8 +209,9 @@ Tensor experts(const ExpertsTensors& t, const Routing& r, const ExpertsAttribute
   if (tokens == 0 || hidden == 0) return out;
   const Kernels& isa = kernels();
   thread_local Rows rows;
-  const bool columns = a.w13.sk != 1 || a.w2.sk != 1, pairs = !columns && hidden % 2 == 0 && inter % 2 == 0;
-  sort_rows(rows, r, attributes.expert_offset, experts, columns, pairs, isa);
+  const bool columns = a.w13.sk != 1 || a.w2.sk != 1, even = !columns && hidden % 2 == 0 && inter % 2 == 0;
+  a.words = even && isa.dots && a.dtype == kBF16;
+  sort_rows(rows, r, attributes.expert_offset, experts, columns, even && !a.words, a.words, isa);
   a.active = static_cast<int64_t>(rows.experts.size());
   a.experts = rows.experts.data();
   a.token = rows.token.data();

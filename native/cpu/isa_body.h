@@ -6,7 +6,7 @@
 namespace ascend_deep_cpu {
 
 const Kernels ASCEND_DEEP_TABLE = {
-    ASCEND_DEEP_ISA, kLanes, {kLanes * 10 / 16, kLanes * 6 / 16, kLanes * 10 / 16}, scratch_bytes, up_any, down_any, route_scratch_bytes, route, swiglu,
+    ASCEND_DEEP_ISA, kLanes, kHasWordDots, {kLanes * 10 / 16, kLanes * 6 / 16, kLanes * 10 / 16}, scratch_bytes, up_any, down_any, route_scratch_bytes, route, swiglu,
 };
 
 }  // namespace ascend_deep_cpu

@@ -48,18 +48,36 @@ def test_sizes(each_isa: str, hidden: int, inter: int) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["enk", "ekn"])
-def test_more_rows_than_are_packed_at_a_time(each_isa: str, layout: str) -> None:
-    call = make(torch.Generator().manual_seed(5), tokens=613, hidden=48, inter=24, experts=3, topk=1, layout=layout)
+def test_more_rows_than_are_packed_at_a_time(each_isa: str, layout: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(5)
+    call = make(g, tokens=613, hidden=48, inter=24, experts=3, topk=1, layout=layout, dtype=dtype)
     call.idx.fill_(1)
     assert_right(call)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", range(1, 70))
-def test_every_number_of_rows_of_an_expert(each_isa: str, rows: int) -> None:
-    call = make(torch.Generator().manual_seed(rows), tokens=rows + 2, hidden=60, inter=72, experts=2, topk=1)
+def test_every_number_of_rows_of_an_expert(each_isa: str, rows: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(rows)
+    call = make(g, tokens=rows + 2, hidden=60, inter=72, experts=2, topk=1, dtype=dtype)
     call.idx.fill_(0)
     call.idx[-2:] = 1
+    assert_right(call)
+
+
+@pytest.mark.parametrize("rows", [9, 33])
+def test_bfloat16_weights_and_tokens_at_any_address(each_isa: str, rows: int) -> None:
+    """Pairs that lie across the words of memory, and rows of an odd distance."""
+    g = torch.Generator().manual_seed(rows)
+    call = make(g, tokens=rows, hidden=50, inter=70, experts=2, topk=2, dtype=torch.bfloat16)
+    for name in ("x", "w13", "w2"):
+        tensor = getattr(call, name)
+        wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), torch.nan, dtype=torch.bfloat16)
+        wide[..., 1:-2] = tensor
+        setattr(call, name, wide[..., 1:-2])
+    assert call.w13.stride(1) == 53 and call.w13.storage_offset() == 1
     assert_right(call)
 
 
