@@ -6,12 +6,16 @@ something else than ``moe_experts``, each with a part of the reason that has to 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import ascend_deep
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 6, 2
 
@@ -447,3 +451,24 @@ SPELLINGS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "local": (Local, "gelu_tanh, loop over 3 modules"),
     "on_shared": (OnShared, "silu, loop over 6 modules"),
 }
+
+
+def assert_noticed(make: Callable[[], nn.Module], change: Callable[[Any], Any], message: str) -> None:
+    """A block is swapped; after ``change`` it warns with ``message`` and computes what its own loop does.
+
+    Raises:
+        AssertionError: the block is not swapped, the change makes no difference, or results differ.
+    """
+    torch.manual_seed(8)
+    block = make()
+    original = copy.deepcopy(block)
+    assert len(ascend_deep.prepare(block).swapped) == 1
+    x = torch.randn(2, 9, HIDDEN)
+    with torch.no_grad():
+        before = original(x)
+        torch.testing.assert_close(block(x), before, rtol=1e-4, atol=1e-5)
+        change(original), change(block)
+        with pytest.warns(UserWarning, match=message):
+            got = block(x)
+        assert torch.equal(got, original(x))
+        assert not torch.allclose(got, before, rtol=1e-2)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ascend_deep
-from tests.front.loop_blocks import EXPERTS, HIDDEN, Block, Expert
+from tests.front.loop_blocks import EXPERTS, HIDDEN, Block, Expert, assert_noticed
 
 TABLE = {"factor": 1.0}
 FACTOR = 1.0
@@ -297,19 +297,7 @@ WATCHED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, pytest.MonkeyPa
 @pytest.mark.parametrize("name", WATCHED)
 def test_changes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, change, message = WATCHED[name]
-    torch.manual_seed(12)
-    block = make()
-    original = copy.deepcopy(block)
-    assert len(ascend_deep.prepare(block).swapped) == 1
-    x = torch.randn(2, 9, HIDDEN)
-    with torch.no_grad():
-        before = original(x)
-        torch.testing.assert_close(block(x), before, rtol=1e-4, atol=1e-5)
-        change(original, monkeypatch), change(block, monkeypatch)
-        with pytest.warns(UserWarning, match=message):
-            got = block(x)
-        assert torch.equal(got, original(x))
-        assert not torch.allclose(got, before, rtol=1e-2)
+    assert_noticed(make, lambda m: change(m, monkeypatch), message)
 
 
 def test_dropout_that_is_turned_on_later_runs_the_loop() -> None:
